@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvern.cli.main import COMMANDS as COMMANDS_BY_WORDS
 from kvern.cli.main import main
 from kvern.cli.output import make_table, print_figures, print_lines, print_tables
 
@@ -70,6 +71,32 @@ def test_without_a_terminal_nothing_is_broken(
     monkeypatch.setenv("COLUMNS", "20")
     assert main([*COMMANDS[command]]) == 0
     assert shown(capsys) == wide
+
+
+@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize("command", ["", "bench", *map(" ".join, COMMANDS_BY_WORDS)])
+def test_help_fits_the_terminal(
+    command: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    asked = [*command.split(), "--help"]
+    assert main(asked) == 0
+    wide = shown(capsys)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(asked) == 0
+    lines = shown(capsys)
+    assert [line for line in lines if len(line) > columns and len(line.split()) > 1] == []
+    assert "".join("".join(lines).split()) == "".join("".join(wide).split())
+
+
+def test_notes_on_other_names_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["serve", "--help", "kv"]) == 0
+    lines = shown(capsys)
+    assert max(map(len, lines)) <= 60
+    assert any(line.startswith("  --kv-transfer-config, of vLLM, is refused:") for line in lines)
 
 
 def test_a_real_terminal_of_60_columns_has_its_lines() -> None:

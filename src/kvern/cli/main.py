@@ -74,13 +74,26 @@ class Option:
 
     def lines(self, width: int) -> str:
         """Returns the flag with its kind of value, and in a second column its text with the default."""
-        head = f"  {written(self.name, self.kind)}"
         shown = "" if self.default in (None, (), "", dataclasses.MISSING) else f" [{as_typed(self.default)}]"
-        text = textwrap.wrap(" ".join(self.text.split()) + shown, width - INDENT, break_on_hyphens=False)
-        lines = [f"{'':{INDENT}}{line}" for line in text]
-        if len(head) < INDENT and lines:
-            return "\n".join([head + lines[0][len(head) :], *lines[1:]])
-        return "\n".join([head, *lines])
+        return in_columns(written(self.name, self.kind), self.text + shown, width)
+
+
+def in_columns(head: str, text: str, width: int, column: int = INDENT) -> str:
+    """Returns a name, broken after the bars between its choices, and a text that begins at `column`, or before it on a
+    narrow terminal."""
+    column = min(column, width // 2)
+    bars = textwrap.wrap(head.replace("|", "| "), width, initial_indent="  ", subsequent_indent=" " * 6)
+    names = [line.replace("| ", "|") for line in bars]
+    words = textwrap.wrap(" ".join(text.split()), max(width - column, 1), break_on_hyphens=False)
+    lines = [f"{'':{column}}{line}" for line in words]
+    if len(names) == 1 and len(names[0]) < column and lines:
+        return "\n".join([names[0] + lines[0][len(names[0]) :], *lines[1:]])
+    return "\n".join([*names, *lines])
+
+
+def paragraphs(text: str, width: int) -> str:
+    """Returns a text with the lines of each paragraph broken anew."""
+    return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
 
 
 def asked_help(arguments: Sequence[str]) -> str | None:
@@ -105,7 +118,8 @@ def print_help(command: str, kind: type, word: str) -> int:
         for item in options
         if wanted in item.name or item.name in own or wanted.replace("_", " ") in item.text.lower()
     ]
-    found = [f"  {flag(name)}, of vLLM, {rule.help()}" for name, rule in rules.items()]
+    notes = (f"  {flag(name)}, of vLLM, {rule.help()}" for name, rule in rules.items())
+    found = [textwrap.fill(note, width, subsequent_indent=" " * 6, break_on_hyphens=False) for note in notes]
     found += [item.lines(width) for item in about]
     if not found:
         raise ConfigError(f"no option of kvern {command} is about {word!r}: kvern {command} --help lists all")
@@ -116,19 +130,18 @@ def print_help(command: str, kind: type, word: str) -> int:
 def usage(command: str, kind: type, options: Sequence[Option], width: int) -> Iterator[str]:
     """Yields the help of a whole command."""
     words = [f"[{name}]" if optional else name for name, _, optional in positional(kind)]
-    yield " ".join(["usage: kvern", command, *words, "[options]"])
-    yield "\n" + inspect.cleandoc(kind.__doc__ or "") + "\n"
+    yield textwrap.fill(" ".join(["usage: kvern", command, *words, "[options]"]), width)
+    yield "\n" + paragraphs(inspect.cleandoc(kind.__doc__ or ""), width) + "\n"
     for name, text, _ in positional(kind):
-        yield f"  {name:{INDENT - 2}}{text}"
+        yield in_columns(name, text, width)
     group = None
     for item in options:
         if item.group != group:
             group = item.group
             yield f"\n{group}:"
         yield item.lines(width)
-    yield f"\nkvern {command} --help WORD shows the options about a word" + (
-        ", vLLM's names among them." if rules_of(options) else "."
-    )
+    names = ", vLLM's names among them." if rules_of(options) else "."
+    yield "\n" + textwrap.fill(f"kvern {command} --help WORD shows the options about a word{names}", width)
 
 
 def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
@@ -348,12 +361,13 @@ OTHER_WORDS = {
 OVERVIEW = """\
 usage: kvern COMMAND [options]
 
-Runs and serves large language models. A small one ships inside.
-
-  kvern chat                        talk to the model inside
-  kvern chat ./model-Q4_K_M.gguf    or to a GGUF file, a folder, or a model of the Hugging Face hub
-  kvern serve Qwen/Qwen3-0.6B       APIs and a chat page, on http://127.0.0.1:8000
-"""
+Runs and serves large language models. A small one ships inside."""
+EXAMPLES = {
+    "kvern chat": "talk to the model inside",
+    "kvern chat ./model-Q4_K_M.gguf": "or to a GGUF file, a folder, or a model of the Hugging Face hub",
+    "kvern serve Qwen/Qwen3-0.6B": "APIs and a chat page, on http://127.0.0.1:8000",
+}
+EXAMPLE_WIDTH = 36
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -410,14 +424,14 @@ def overview(width: int, group: str = "") -> str:
     """Returns the help of kvern, or of a group of commands: the first sentence of each command."""
     commands = {words: kind_of(words) for words in COMMANDS if group in ("", "-h", "--help", words[0])}
     column = max(len(" ".join(words)) for words in commands) + 4
-    lines = [f"usage: kvern {group} COMMAND [options]\n" if group in {words[0] for words in commands} else OVERVIEW]
+    lines = [f"usage: kvern {group} COMMAND [options]\n"]
+    if group not in {words[0] for words in commands}:
+        examples = (in_columns(command, what, width, EXAMPLE_WIDTH) for command, what in EXAMPLES.items())
+        lines = [paragraphs(OVERVIEW, width), "", *examples, ""]
     for words, kind in commands.items():
         sentence = re.split(r"[.:]\s", inspect.cleandoc(kind.__doc__ or "") + "\n")[0]
-        lines += textwrap.wrap(
-            " ".join(sentence.split()), width, initial_indent=f"  {' '.join(words):{column - 2}}",
-            subsequent_indent=" " * column,
-        )  # fmt: skip
-    return "\n".join([*lines, "\nkvern COMMAND --help shows the options of a command.\n"])
+        lines.append(in_columns(" ".join(words), sentence, width, column))
+    return "\n".join([*lines, "\n" + paragraphs("kvern COMMAND --help shows the options of a command.", width) + "\n"])
 
 
 def check_words(arguments: Sequence[str], command: str, kind: type) -> None:
