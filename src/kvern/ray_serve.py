@@ -27,7 +27,7 @@ from kvern.observe.metrics import servers_text
 from kvern.options.values import converted
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
-from kvern.server.keys import read_keys
+from kvern.server.keys import KeyRing
 from kvern.serving.client import EngineClient
 
 NAME = "kvern"
@@ -119,7 +119,7 @@ class ModelReplica:
         config = dataclasses.replace(config, data_dir=Path(self._folder.name))
         self._client = EngineClient(EngineConfig(**engine))
         self._running = contextlib.AsyncExitStack()
-        self._config, self._keys = config, read_keys(config)
+        self._config, self._keys = config, KeyRing(config)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Loads the model. Raises ConfigError."""

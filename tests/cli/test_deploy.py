@@ -24,6 +24,7 @@ from kvern.cpu.kernel_library import READY_MADE, find_compiler, library_path
 from kvern.cpu.processor import all_isas, usable_isas
 from kvern.observe.metrics import GPU_FIGURES, KeyFigures, Metrics, Refusals
 from kvern.server.config import ServerConfig
+from kvern.server.run import CLOSING_SECONDS
 from tests.support.cache_folder import load_kernels
 from tests.support.served import KEY, Served
 
@@ -246,12 +247,21 @@ def test_environment_variables_are_options() -> None:
     assert named <= {field.name for kind in (EngineConfig, ServerConfig) for field in dataclasses.fields(kind)}
 
 
+def test_the_service_takes_over_changed_keys() -> None:
+    install, kill = re.findall(r"^ExecReload=(.*)$", text("kvern.service"), re.MULTILINE)
+    assert install == unit("ExecStartPre")
+    assert install.split()[-1] == unit("ExecStart").split()[-1]
+    assert kill == "kill -HUP $MAINPID"
+    assert unit("RuntimeDirectoryMode") == "0700", "nobody else may read the copy"
+
+
 def test_nobody_kills_before_running_requests_end() -> None:
     container = pod()["containers"][0]
     before = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert int(unit("TimeoutStopSec")) > ServerConfig().grace_seconds
-    assert int(compose()["services"]["kvern"]["stop_grace_period"].removesuffix("s")) > ServerConfig().grace_seconds
-    assert pod()["terminationGracePeriodSeconds"] > before + ServerConfig().grace_seconds
+    least = ServerConfig().grace_seconds + CLOSING_SECONDS
+    assert int(unit("TimeoutStopSec")) > least
+    assert int(compose()["services"]["kvern"]["stop_grace_period"].removesuffix("s")) > least
+    assert pod()["terminationGracePeriodSeconds"] > before + least
     assert unit("KillMode") == "mixed"  # the engine has to outlive the signal as well
 
 

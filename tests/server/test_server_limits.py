@@ -18,7 +18,8 @@ import openai
 import pytest
 
 from kvern.cli.main import main
-from kvern.server.keys import ApiKey, client_of
+from kvern.server.config import ServerConfig
+from kvern.server.keys import ApiKey, KeyRing, client_of
 from kvern.server.service import Admission, KeyLimits
 from kvern.serving.client import EngineClient
 from tests.support.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
@@ -89,7 +90,10 @@ def test_limits_of_a_key(with_keys: Served) -> None:
 
 
 def test_what_the_engine_has_does_not_arrive_any_more() -> None:
-    admission, key = Admission(cast("EngineClient", None), 1, 1, KeyLimits()), ApiKey("alice", b"")
+    admission, key = (
+        Admission(cast("EngineClient", None), 1, KeyRing(ServerConfig()), KeyLimits()),
+        ApiKey("alice", b""),
+    )
     with admission.arriving(key, 3) as arrived:
         arrived(2)
         assert admission._arriving == {"alice": 1}
@@ -295,10 +299,10 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (["--tls-key", "k"], "there is no tls_cert"),
         (["--tls-cert", "/nothing"], "tls_cert /nothing and tls_key cannot be used"),
         (["--api-key-file", "/nothing"], "api_key_file /nothing cannot be read"),
-        (["--api-key", "a:b c=d"], "API key 1 is not of the form NAME:KEY"),
-        (["--api-key", "x:1", "x:2"], "two API keys have the same name"),
-        (["--api-key", "x:1", "y:1"], "two API keys are the same"),
-        (["--api-key", "x:"], "API key 1 is not of the form NAME:KEY"),
+        (["--api-key", "a:b c=d"], "api_key 1 is not of the form NAME:KEY"),
+        (["--api-key", "x:1", "x:2"], "api_key 1 and api_key 2 both name a key x"),
+        (["--api-key", "x:1", "y:1"], "api_key 1 and api_key 2 are the same key"),
+        (["--api-key", "x:"], "api_key 1 is not of the form NAME:KEY"),
         (["--disk-per-key", "0"], "disk_per_key is 0: it must be above 0"),
         (["--uds", "/nothing/socket"], "cannot listen on /nothing/socket"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.errors import (
     DeadlineExceeded,
+    EngineClosed,
     EngineDied,
     EngineUnavailable,
     InvalidParameter,
@@ -87,7 +88,12 @@ def status_of(error: Exception) -> int:
     """Returns the HTTP status of an error: 4xx for the request, 5xx for the server."""
     if isinstance(error, HttpError):
         return error.status
-    statuses = {EngineUnavailable: 503, EngineDied | RequestFailed: 500, DeadlineExceeded: 408, ServerBusy: 429}
+    statuses = {
+        EngineUnavailable | EngineClosed: 503,
+        EngineDied | RequestFailed: 500,
+        DeadlineExceeded: 408,
+        ServerBusy: 429,
+    }
     return next((status for kind, status in statuses.items() if isinstance(error, kind)), 400)
 
 

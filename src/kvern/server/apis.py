@@ -113,6 +113,16 @@ class Apis:
         if (self.service.config.data_folder / BATCHES).exists():
             await self._named("batches", "Batches").resume()
 
+    def keys_changed(self) -> None:
+        """Lets batches of keys that are gone rest, and those of keys that came go on."""
+        task = asyncio.create_task(self._change_keys())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _change_keys(self) -> None:
+        if (self.service.config.data_folder / BATCHES).exists():
+            await self._named("batches", "Batches").change_keys(self.service.keys.users)
+
     async def stop(self) -> None:
         """Ends background work and releases the folder."""
         for handler in self._made.values():
@@ -143,7 +153,7 @@ class Apis:
         """Responses and conversations."""
         from kvern.server.stores.responses import ResponseStore
 
-        return ResponseStore(self._folder, len(self.service.users), self.service.config.disk_per_key)
+        return ResponseStore(self._folder, len(self.service.keys.users), self.service.config.disk_per_key)
 
     def _named(self, module: str, kind: str) -> Any:
         """The handler of a class in a module of `kvern.server.handlers`."""

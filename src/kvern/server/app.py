@@ -20,7 +20,7 @@ from kvern.server.apis import Apis
 from kvern.server.config import ServerConfig
 from kvern.server.gate import PROBES, Gate
 from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
-from kvern.server.keys import ApiKey
+from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.page_files import INDEX, page_files
 from kvern.server.service import Service
 from kvern.serving.client import EngineClient
@@ -100,12 +100,11 @@ class Server:
         self,
         clients: Sequence[EngineClient],
         config: ServerConfig,
-        keys: Sequence[ApiKey] = (),
+        keys: KeyRing,
         figures_of_all: Callable[[], Awaitable[bytes]] | None = None,
     ) -> None:
         """`figures_of_all` returns the text of /metrics where several server processes share engines that another
         process adds and removes; None: `figures` returns it."""
-        self._keys = keys
         self._figures_of_all = figures_of_all
         self.service = Service(clients, config, keys)
         self.apis = Apis(self.service, width=sum(client.replicas.max_batch_requests for client in clients))
@@ -136,7 +135,13 @@ class Server:
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
-        return Gate(_walled(app), self._keys, self.service, routes)
+        return Gate(_walled(app), self.service, routes)
+
+    def read_keys(self) -> str:
+        """Reads the API keys again, and returns what has changed. Raises ConfigError, and then nothing has changed."""
+        said = self.service.keys.read()
+        self.apis.keys_changed()
+        return said
 
     async def stop(self) -> None:
         """Ends background work and releases the data folder."""
@@ -181,7 +186,7 @@ class Server:
     def _check_watcher(self, request: Request) -> None:
         """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""
         key: ApiKey = request.state.key
-        if len(self.service.users) > 1 and not (key.admin or key.metrics):
+        if len(self.service.keys.users) > 1 and not (key.admin or key.metrics):
             message = "the metrics tell what other keys do: read them with an API key with metrics=1 or admin=1"
             raise HttpError(403, message)
 
@@ -197,7 +202,7 @@ class Server:
         from kvern.server.openapi import document
 
         vocab_size = max(engine.client.inputs.vocab_size for engine in self.service.engines)
-        return document(self.service.names, vocab_size, bool(self._keys))
+        return document(self.service.names, vocab_size, bool(self.service.keys.known))
 
     def _page(self) -> str:
         from kvern.server.openapi_page import page

@@ -156,15 +156,14 @@ class Gate:
     and `held`, what is released when the answer begins. The key of requests without one is the service's first.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], service: Service, routes: Sequence[Route]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, routes: Sequence[Route]) -> None:
         self._app = app
         self._own_name = own_names(routes)
-        self._keys = keys
-        self._default = service.users[0]
+        self._keys = service.keys
         self._config = service.config
         self._figures = service.figures
-        self._origins = Origins(service.config, bool(keys))
-        self._lane = Lane(len(service.users))
+        self._origins = Origins(service.config, bool(service.keys.known))
+        self._lane = Lane(len(service.keys.users))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -195,7 +194,7 @@ class Gate:
         state["request_id"] = request_id.decode()
         app, key = self._find(scope, headers, is_bad_id)
         state.update(
-            key=key or self._default,
+            key=key or self._keys.users[0],
             body_seconds=self._config.request_timeout,
             logs_bodies=self._config.log_requests == "prompts",
             lane=self._lane,
@@ -230,12 +229,12 @@ class Gate:
             return error_response(HttpError(403, refusal), scope), None
         if self._origins.allows(headers.get(b"origin")) and is_preflight(method, headers):
             return Response(status_code=204), None
-        if not self._keys:
-            return self._app, dataclasses.replace(self._default, client=scope["state"].get("client", ""))
+        if not self._keys.known:
+            return self._app, dataclasses.replace(self._keys.users[0], client=scope["state"].get("client", ""))
         if path in OPEN_ROUTES:
             return self._app, None
         secret = secret_of(method, headers)
-        found = find_key(self._keys, secret)
+        found = find_key(self._keys.known, secret)
         return (_no_key(scope, bool(secret)), None) if found is None else (self._app, found)
 
 

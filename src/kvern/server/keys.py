@@ -61,39 +61,75 @@ def users_of(keys: Sequence[ApiKey], config: ServerConfig) -> list[ApiKey]:
     ]
 
 
+class KeyRing:
+    """The keys of a server. They may change while it runs: whoever needs them asks each time."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError."""
+        self._config = config
+        self.known: list[ApiKey] = []
+        self.users = users_of(self.known, config)
+        """The keys that may ask a model, or one that stands for anyone."""
+        self.read()
+
+    def read(self) -> str:
+        """Reads the keys again, and returns what has changed. Raises ConfigError, and then nothing has changed."""
+        earlier = {key.name: key for key in self.known}
+        self.known = read_keys(self._config)
+        self.users = users_of(self.known, self._config)
+        now = {key.name: key for key in self.known}
+        news = {
+            "new": sorted(now.keys() - earlier.keys()),
+            "changed": sorted(name for name in now.keys() & earlier.keys() if now[name] != earlier[name]),
+            "gone": sorted(earlier.keys() - now.keys()),
+        }
+        said = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in news.items() if names)
+        return f"{len(now)} API keys are read again; {said}" if said else ""
+
+
 def read_keys(config: ServerConfig) -> list[ApiKey]:
     """Reads the keys of the options and of the file that they name. Raises ConfigError."""
-    lines = list(config.api_key)
-    if config.api_key_file is not None:
+    lines = [(f"api_key {number}", line) for number, line in enumerate(config.api_key, 1)]
+    file = config.api_key_file
+    if file is not None:
         try:
-            text = config.api_key_file.read_text(encoding="utf-8-sig")
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"api_key_file {config.api_key_file} cannot be read: {reason}") from error
-        lines += [line for line in text.split("\n") if line.strip() and not line.startswith("#")]
+            raise ConfigError(f"api_key_file {file} cannot be read: {reason}") from error
+        numbered = [(f"{file}, line {number}", line.strip()) for number, line in enumerate(text.split("\n"), 1)]
+        lines += [(where, line) for where, line in numbered if line and not line.startswith("#")]
         if not lines:
-            raise ConfigError(f"api_key_file {config.api_key_file} holds no key: write one a line")
-    keys = [_read_key(line.removeprefix("\ufeff").strip(), number, config) for number, line in enumerate(lines, 1)]
-    if len({key.name for key in keys}) < len(keys):
-        raise ConfigError("two API keys have the same name: give each its own")
-    if len({key.secret for key in keys}) < len(keys):
-        raise ConfigError("two API keys are the same: make a new one for each name")
+            raise ConfigError(f"api_key_file {file} holds no key: write one a line")
+    names: dict[str, str] = {}
+    secrets: dict[bytes, str] = {}
+    keys = []
+    for where, line in lines:
+        key = _read_key(line.removeprefix("\ufeff").strip(), where, config)
+        if (other := names.setdefault(key.name, where)) != where:
+            raise ConfigError(f"{other} and {where} both name a key {key.name}: give each a name of its own")
+        if (other := secrets.setdefault(key.secret, where)) != where:
+            raise ConfigError(f"{other} and {where} are the same key: make a new one for each name")
+        keys.append(key)
     return keys
 
 
-def _read_key(line: str, number: int, config: ServerConfig) -> ApiKey:
+def _read_key(line: str, where: str, config: ServerConfig) -> ApiKey:
+    """Returns the key of a line. Raises ConfigError, without the secret."""
     match = LINE.fullmatch(line)
     pairs = [pair.split("=") for pair in match["limits"].split()] if match else []
     limits = {name: int(value) for name, value in pairs}
+    unknown = sorted(limits.keys() - set(LIMITS))
+    if unknown:
+        raise ConfigError(f"{where}: {unknown[0]} is no limit of a key: there are {', '.join(LIMITS)}")
     if (
         match is None
-        or not limits.keys() <= set(LIMITS)
         or len(limits) < len(pairs)
         or not {limits.get("admin", 0), limits.get("metrics", 0)} <= {0, 1}
         or (match["name"] is None and ":" in match["secret"])
     ):
         form = "NAME:KEY concurrent=N per_minute=N admin=1 metrics=1"
-        raise ConfigError(f"API key {number} is not of the form {form}: correct its line")
+        raise ConfigError(f"{where} is not of the form {form}: correct it")
     secret = match["secret"].encode()
     is_admin = limits.get("admin") == 1
     return ApiKey(

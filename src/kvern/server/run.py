@@ -10,10 +10,8 @@ has `seconds` as well.
 import asyncio
 import contextlib
 import errno
-import faulthandler
 import functools
 import gc
-import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -31,7 +29,9 @@ from kvern.errors import ConfigError
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.gate import is_loopback
-from kvern.server.keys import client_of, read_keys
+from kvern.server.keys import KeyRing, client_of
+from kvern.server.rereading import Reread
+from kvern.server.signals import Signals
 from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
 
@@ -209,8 +209,8 @@ async def send_until_closed(
     await send(message)
 
 
-LAST_SECONDS = 5
-"""The seconds after a second signal until the process ends in any case and prints the stacks of its threads."""
+CLOSING_SECONDS = 5
+"""The seconds for requests that were cut off to tell their clients so."""
 KEEP_ALIVE_SECONDS = 75
 """The time that an idle connection stays open: longer than proxies keep theirs."""
 
@@ -228,52 +228,53 @@ async def serve(
 
     Raises ConfigError if the address is taken or the engine cannot start.
     """
-    keys = read_keys(server)
+    keys = KeyRing(server)
     check_tls(server)
     listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
-    loop, loading = asyncio.get_running_loop(), asyncio.current_task()
-    assert loading is not None
-    http: HttpServer | None = None
-
-    ended: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        """Handles a signal without the event loop: a second one ends the process even if the loop or a thread hangs."""
-        if len(ended) == 1:  # a third signal must not restart the countdown
-            faulthandler.dump_traceback_later(LAST_SECONDS, exit=True, file=2)
-        ended.append(number)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(end)
-
-    def end() -> None:
-        """Ends the server: running requests have `grace_seconds`; a model that is loading is given up at once."""
-        if http is None:
-            loading.cancel()
-        else:
-            http.force_exit = http.should_exit  # the second signal
-            http.should_exit = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-    if signals:
-        ended.extend(signals)
-        end()
+    reread = asyncio.Event()
+    ends = Signals(server.grace_seconds, say, reread)
+    ends.listen(signals)
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
         async with EngineClient(config, process) as client:
             application = Server([client], server, keys)
             await application.apis.resume()
             http = HttpServer(http_config(application.app(), server))
+            http.config.load()
             application.apis.tasks = http.server_state.tasks  # the shutdown waits for these
+            ends.begin(http, application)
             gc.freeze()  # objects of the start live on: the collector need not visit them
             engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
             say(f"started {engines}in {client.replicas.ready.report}")
             listener.listen(http.config.backlog)  # readers of the next line may connect
-            if not keys and server.uds is None and not is_loopback(server.host):
+            if not keys.known and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
             page = "" if server.uds is not None else " (in a browser: a chat page)"
             say(f"serving {client.names[0]} on {shown_address(listener, server)}{page}")
+            watching = asyncio.create_task(reread_files(server, application, http.config.ssl, say, reread))
             await http.serve(sockets=[listener])
+            watching.cancel()
             await application.stop()
+
+
+async def reread_files(
+    server: ServerConfig,
+    application: Server,
+    context: ssl.SSLContext | None,
+    say: Callable[[str], None],
+    asked: asyncio.Event,
+) -> None:
+    """Reads the files of keys and of TLS again when they change, or when `asked`."""
+    keys = [server.api_key_file] if server.api_key_file is not None else []
+    pair = [path for path in (server.tls_cert, server.tls_key) if path is not None]
+
+    def read() -> str:
+        if context is not None and server.tls_cert is not None:
+            check_tls(server)
+            context.load_cert_chain(server.tls_cert, server.tls_key)
+        return application.read_keys()
+
+    if keys or pair:
+        await Reread([*keys, *pair], read, say, asked).watch()
 
 
 def http_config(application: ASGIApp, server: ServerConfig) -> uvicorn.Config:
@@ -289,7 +290,7 @@ def http_config(application: ASGIApp, server: ServerConfig) -> uvicorn.Config:
         server_header=False,
         backlog=2048,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(server.grace_seconds),
+        timeout_graceful_shutdown=int(server.grace_seconds) + CLOSING_SECONDS,
         ssl_certfile=server.tls_cert,
         ssl_keyfile=server.tls_key,
     )

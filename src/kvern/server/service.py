@@ -26,7 +26,7 @@ from kvern.request.request import RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 from kvern.server.http import WRITERS, write_large
-from kvern.server.keys import ApiKey, users_of
+from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.usage import UsageCounter
 from kvern.serving.client import EngineClient
 from kvern.serving.workload import Generation
@@ -53,7 +53,10 @@ class KeyLimits:
         """Counts a request that begins."""
         self._concurrent[key.line] += 1
         if key.per_minute is not None:
-            self._begun.setdefault(key.name, deque(maxlen=key.per_minute)).append(time.monotonic())
+            begun = self._begun.get(key.name, ())
+            if not isinstance(begun, deque) or begun.maxlen != key.per_minute:  # the limit is new
+                begun = self._begun[key.name] = deque(begun, maxlen=key.per_minute)
+            begun.append(time.monotonic())
 
     def end(self, key: ApiKey) -> None:
         """Counts a request that has ended."""
@@ -67,8 +70,8 @@ class KeyLimits:
             message = f"key {key.name} has {running} requests at the same time, its limit: wait until one ends"
             return "concurrent", message, None
         begun = self._begun.get(key.name)
-        if key.per_minute is not None and begun is not None and len(begun) == key.per_minute:
-            wait = 60 - (time.monotonic() - begun[0])
+        if key.per_minute is not None and begun is not None and len(begun) >= key.per_minute:
+            wait = 60 - (time.monotonic() - begun[-key.per_minute])
             if wait > 0:
                 message = f"key {key.name} has made {key.per_minute} requests in the last minute, its limit"
                 return "per_minute", message, wait
@@ -76,16 +79,16 @@ class KeyLimits:
 
 
 class Admission:
-    """Admits requests to one engine; `limits` count the requests to all engines, and `users` is the number of keys.
+    """Admits requests to one engine; `limits` count the requests to all engines.
 
     A key may fill the queue while the queue has free places. When it is full, each key may still have its share of
     `max_queue` waiting, and rows of its batches the same again, so that at most three times `max_queue` wait in all.
     """
 
-    def __init__(self, client: EngineClient, max_queue: int, users: int, limits: KeyLimits) -> None:
+    def __init__(self, client: EngineClient, max_queue: int, keys: KeyRing, limits: KeyLimits) -> None:
         self._client = client
         self._max_queue = max_queue
-        self._users = users
+        self._keys = keys
         self._limits = limits
         self._ended: dict[str, deque[float]] = {}
         self._arriving: Counter[str] = Counter()
@@ -136,9 +139,10 @@ class Admission:
         if excess <= 0:
             return
         waiting = self._client.replicas.turns.waiting(key.line) + self._arriving[key.line]
-        if self._users > 1 and waiting + sequences <= self._max_queue // self._users:
+        users = len(self._keys.users)
+        if users > 1 and waiting + sequences <= self._max_queue // users:
             return
-        if self._users == 1:
+        if users == 1:
             waiting = self._max_queue + excess - sequences
             message = f"{waiting} sequences wait already, and this server lets {self._max_queue} wait"
         else:  # nothing of what other keys do
@@ -263,14 +267,12 @@ class Running:
 class Service:
     """Engines, one for each model, for any number of APIs."""
 
-    def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: Sequence[ApiKey] = ()) -> None:
+    def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: KeyRing) -> None:
         self.config = config
-        self.users = users_of(keys, config)
+        self.keys = keys
         self._limits = limits = KeyLimits()
         self.figures = KeyFigures(clients[0].names[0])
-        self.engines = [
-            ServedEngine(client, Admission(client, config.max_queue, len(self.users), limits)) for client in clients
-        ]
+        self.engines = [ServedEngine(client, Admission(client, config.max_queue, keys, limits)) for client in clients]
         names = [name for engine in self.engines for name in dict.fromkeys(engine.names)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -320,7 +322,7 @@ class Service:
 
     def namespace(self, common: CommonFields, key: ApiKey) -> bytes:
         """Returns the namespace of a request; requests with the same one share cached blocks."""
-        owner = key.name if len(self.users) > 1 and not self.config.share_prefix_cache else ""
+        owner = key.name if self.keys.known and not self.config.share_prefix_cache else ""
         return f"{owner}\0{common.cache_salt}".encode() if owner or common.cache_salt else b""
 
     async def chat(

@@ -99,11 +99,10 @@ class Work:
     ) -> None:
         self.body = body
         self._kind = ANTHROPIC if body["endpoint"] == MESSAGES else OPENAI
-        self.key = dataclasses.replace(key, is_batch=True)
+        self.use(key, places)
         self._store = store
         self._answer = answer
         self._width = width
-        self._places = places
         self._lane = lane
         self._reading = asyncio.Lock()
         self.saved = False
@@ -112,6 +111,11 @@ class Work:
         self._writing = asyncio.Lock()
         self._output, self._errors = (store.path(name) for name in paths_of_batch(body["id"]))
         self.task = asyncio.create_task(self._run())
+
+    def use(self, key: ApiKey, places: asyncio.Semaphore) -> None:
+        """Asks with this key from the next row on."""
+        self.key = dataclasses.replace(key, is_batch=True)
+        self._places = places
 
     def cancel(self) -> None:
         """Ends the batch early; the answers so far are kept."""
@@ -393,7 +397,7 @@ class Batches:
     def __init__(self, store: Store, users: Sequence[ApiKey], answerers: dict[str, Answerer], width: int) -> None:
         self._store = store
         self._users = {key.name: key for key in users}
-        self._places = {key.name: asyncio.Semaphore(min(width, key.concurrent or width)) for key in users}
+        self._places: dict[tuple[str, int], asyncio.Semaphore] = {}
         self._lane = Lane(len(users))
         self._beginning: Counter[str] = Counter()
         self._answerers = answerers
@@ -408,7 +412,7 @@ class Batches:
         for path, kind in ((EMBEDDINGS, Embeddings), (SCORE, Scores), (RERANK, Rerank)):
             answerers[path] = apis.get(kind).answer
         answerers[MESSAGES] = apis.get(MessagesApi).answer
-        return cls(apis.store, apis.service.users, answerers, apis.width)
+        return cls(apis.store, apis.service.keys.users, answerers, apis.width)
 
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""
@@ -420,10 +424,26 @@ class Batches:
             logger.warning("batches are not continued: %s", error)
             return
         for owner, body in batches:
+            if body["id"] in self._work:
+                continue
             if body["status"] in RUNNING and owner in self._users:
                 self._begin(self._users[owner], body)
             elif body["status"] in RUNNING:
                 logger.warning("batch %s waits for a server that has its API key, %s", body["id"], owner)
+
+    async def change_keys(self, users: Sequence[ApiKey]) -> None:
+        """Goes on with other keys: batches of a key that is gone stay where they stand until it comes back."""
+        self._users = {key.name: key for key in users}
+        gone = [work for work in self._work.values() if work.key.name not in self._users and not work.task.done()]
+        for work in gone:
+            work.task.cancel()
+        await asyncio.gather(*(work.task for work in gone), return_exceptions=True)
+        for work in gone:
+            self._work.pop(work.body["id"], None)
+        for work in self._work.values():
+            if work.key.name in self._users:
+                work.use(self._users[work.key.name], self._places_of(self._users[work.key.name]))
+        await self.resume()
 
     async def stop(self) -> None:
         """Stops all batches without ending them; a later server process continues them."""
@@ -492,7 +512,12 @@ class Batches:
         return work.body
 
     def _begin(self, key: ApiKey, body: Object) -> None:
-        answer, places = self._answerers[body["endpoint"]], self._places[key.name]
+        answer, places = self._answerers[body["endpoint"]], self._places_of(key)
         work = Work(self._store, key, body, answer, self._width, places, self._lane)
         self._work[body["id"]] = work
         work.task.add_done_callback(lambda _: self._work.pop(body["id"]) if work.saved else None)
+
+    def _places_of(self, key: ApiKey) -> asyncio.Semaphore:
+        """The places of all batches of a key, as many as it may have rows at once."""
+        most = min(self._width, key.concurrent or self._width)
+        return self._places.setdefault((key.name, most), asyncio.Semaphore(most))

@@ -1,0 +1,69 @@
+"""Files that a running server reads again when they change: its API keys, and the certificate and key of TLS."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvern.errors import ConfigError
+
+EVERY = 1.0
+"""The seconds between two looks at the files."""
+
+State = tuple[tuple[int, int, int] | None, ...]
+
+
+class Reread:
+    """Reads files again when they have changed and then stayed the same for a look, or when `asked`.
+
+    `read` returns what there is to say. It raises ConfigError if it cannot use what it finds, and keeps what was.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], read: Callable[[], str], say: Callable[[str], None], asked: asyncio.Event
+    ) -> None:
+        self._paths = paths
+        self._read = read
+        self._say = say
+        self._asked = asked
+        self._known = self._last = states(paths)
+
+    async def watch(self) -> None:
+        """Looks at the files until it is cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EVERY):
+                    await self._asked.wait()
+            is_asked = self._asked.is_set()
+            self._asked.clear()
+            self.look(await asyncio.to_thread(states, self._paths), is_asked)
+
+    def look(self, now: State, is_asked: bool) -> None:
+        """Reads the files if their state says so."""
+        is_settled, self._last = now == self._last, now
+        if not is_asked and (now == self._known or not is_settled):
+            return
+        self._known = now
+        try:
+            said = self._read()
+        except ConfigError as error:
+            self._say(f"warning: {error}; what was read before holds")
+        else:
+            if said:
+                self._say(said)
+
+
+def states(paths: Sequence[Path]) -> State:
+    """Returns what tells one content of each file from another; None for a file that cannot be found."""
+    return tuple(_states(paths))
+
+
+def _states(paths: Sequence[Path]) -> Iterator[tuple[int, int, int] | None]:
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError:
+            yield None
+        else:
+            yield found.st_mtime_ns, found.st_size, found.st_ino
