@@ -1,6 +1,9 @@
 """The command line: options and where they come from, one-line errors, and the conversation."""
 
+import contextlib
+import io
 import json
+import logging
 import os
 import pty
 import re
@@ -20,7 +23,7 @@ from kvern.cli.chat import Conversation, with_parameter
 from kvern.cli.chat import messages as typed_messages
 from kvern.cli.main import COMMANDS, main
 from kvern.cli.options import SamplingOptions, read_defaults
-from kvern.cli.terminal import Wrapped
+from kvern.cli.terminal import Waiting, Wrapped
 from kvern.errors import ConfigError, InvalidParameter
 from tests.support.tiny_model import make_tiny_model
 
@@ -462,3 +465,38 @@ def test_chat_on_a_terminal(terminal: tuple["subprocess.Popen[bytes]", int]) -> 
     read_until(controller, lambda shown: prompt in shown.partition("\x1b[2m[3 tokens, ")[2])
     os.write(controller, b"\x04")
     assert process.wait(240) == 0
+
+
+def test_a_first_token_that_takes_long_is_waited_for_in_sight(llm: LLM) -> None:
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        seen.append("waits")
+        yield
+        seen.append("".join(screen))
+
+    screen = Screen()
+    talk = Conversation(llm, SamplingParams(temperature=0, max_tokens=3), None, screen.append, waiting=waiting)
+    talk.take("the fox")
+    assert seen == ["waits", ""] and "[3 tokens, " in screen.text
+    talk.take("word " * 600)
+    assert "error: " in screen.text and len(talk.messages) == 2
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_logged_stands_above_the_line_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", FakeTerminal())
+    with Waiting("loading"):
+        logging.getLogger("kvern").warning("the file is odd")
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "\r\x1b[Kthe file is odd\nloading" in shown and shown.endswith("\r\x1b[K")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Waiting("loading"):
+        pass
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]

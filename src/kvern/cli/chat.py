@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +44,7 @@ A message of several lines stands between lines of \"\"\". Ctrl-C stops an answe
 COMMANDS = ("/help", "/reset", "/clear", "/system", "/adapter", "/set", "/show", "/save", "/load", "/bye")
 COMPILING = "compiling kernels for this CPU, once, for a minute or two; Ctrl-C goes on without them, far more slowly"
 QUOTES = '"""'
+SILENT_SECONDS = 1.0
 MOST_SAVED_BYTES = 64 << 20
 # A model's output must not be able to move the cursor or to set colours.
 CONTROL_CHARACTERS = {code: None for code in (*range(32), 127, *range(128, 160)) if code not in (9, 10)}
@@ -77,7 +80,8 @@ class ChatCommand:
         llm = begun(engine)
         llm.check_generates()
         if sys.stdout.isatty():
-            conversation = Conversation(llm, params, self.system, Wrapped(sys.stdout.write), note_on_terminal)
+            write = Wrapped(sys.stdout.write)
+            conversation = Conversation(llm, params, self.system, write, note_on_terminal, first_token_waited_for)
         else:
             conversation = Conversation(llm, params, self.system, sys.stdout.write, sys.stderr.write)
         if self.prompt is not None:
@@ -124,6 +128,10 @@ def kernels_to_come(engine: EngineConfig) -> Popen[bytes] | None:
 
 def note_on_terminal(text: str) -> None:
     sys.stdout.write(dim(text))
+
+
+def first_token_waited_for() -> Waiting:
+    return Waiting("reading the conversation", after=SILENT_SECONDS)
 
 
 def messages(lines: Iterable[str | None]) -> Iterator[str]:
@@ -178,7 +186,10 @@ def terminal_lines() -> Iterator[str | None]:
 
 
 class Conversation:
-    """A conversation that typed lines change. `write` shows text to the user, and `note` figures of an answer."""
+    """A conversation that typed lines change. `write` shows text to the user, and `note` figures of an answer.
+
+    `waiting` gives what is shown until the first token.
+    """
 
     def __init__(
         self,
@@ -187,6 +198,7 @@ class Conversation:
         system: str | None,
         write: Callable[[str], Any],
         note: Callable[[str], Any] | None = None,
+        waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._llm = llm
         self._params = params
@@ -194,6 +206,7 @@ class Conversation:
         self._adapter: str | None = None
         self._write = write
         self._note = note or write
+        self._waiting = waiting
         self.messages: list[dict[str, Any]] = []
         self.reset()
 
@@ -297,7 +310,10 @@ class Conversation:
         cut = ""
         started = time.perf_counter()
         try:
-            for output in self._llm.stream_chat(self.messages, self._params, adapter=self._adapter):
+            outputs = self._llm.stream_chat(self.messages, self._params, adapter=self._adapter)
+            with self._waiting():
+                begun = list(itertools.islice(outputs, 1))
+            for output in itertools.chain(begun, outputs):
                 answer = output.outputs[0]
                 self._write(answer.text[len(written) :].translate(CONTROL_CHARACTERS))
                 sys.stdout.flush()

@@ -72,10 +72,12 @@ class Waiting(logging.Handler):
     What is logged meanwhile stands above it.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, after: float = 0.0) -> None:
+        """`after`: the seconds until the line is shown."""
         super().__init__(logging.WARNING)
         self._text = text
         self._shows = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._after = after
         self._begun = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, name="waiting", daemon=True)
@@ -104,6 +106,7 @@ class Waiting(logging.Handler):
         self._draw(f"{self.format(record)}\n")
 
     def _tick(self) -> None:
+        self._ended.wait(self._after)
         while not self._ended.is_set():
             self._draw()
             self._ended.wait(TICK_SECONDS)

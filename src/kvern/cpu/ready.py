@@ -21,7 +21,7 @@ from kvern.errors import ConfigError
 
 logger = logging.getLogger("kvern")
 
-INSTEAD = "PyTorch does the work of kvern's kernels for this CPU, several times more slowly"
+INSTEAD = "PyTorch does the work of kvern's kernels for this CPU, many times more slowly"
 
 
 def working_groups(folder: Path, threads: int) -> frozenset[str]:
@@ -53,7 +53,7 @@ def working_groups(folder: Path, threads: int) -> frozenset[str]:
     if record is None:
         logger.warning(
             "kernels for this CPU are being built in the background, for the next start; until then PyTorch does their "
-            "work, several times more slowly. To build them beforehand: python -m kvern.cpu.ready %s",
+            "work, many times more slowly. To build them beforehand: python -m kvern.cpu.ready %s",
             shlex.quote(str(folder)),
         )
         return frozenset()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvern.errors import CorruptCheckpoint, KvernError, UnsupportedModel, shown
-from kvern.io.files import open_regular, reason
+from kvern.io.files import as_size, open_regular, reason
 
 
 class BlockType(NamedTuple):
@@ -279,15 +279,17 @@ def _read_tensors(walk: _Walk, file: Path, count: int, alignment: int) -> tuple[
     end = first
     size = len(walk.data)
     tensors = []
+    whole = first + max((info.begin + info.nbytes for info in infos), default=0)
+    if whole > size:
+        raise ValueError(f"it has {as_size(size)} of {as_size(whole)}: it is cut off")
     for info in sorted(infos, key=lambda info: info.begin):
         if info.name in names:
             raise ValueError(f"the tensor {shown(info.name)} is there twice")
         names.add(info.name)
         begin = first + info.begin
-        if info.begin % alignment or begin < end or info.nbytes > size - begin:
+        if info.begin % alignment or begin < end:
             raise ValueError(
-                f"the tensor {shown(info.name)} of {info.nbytes} bytes begins at byte {begin}: it lies over another "
-                f"or beyond the file, which has {size} bytes"
+                f"the tensor {shown(info.name)} of {info.nbytes} bytes begins at byte {begin}: it lies over another"
             )
         end = begin + info.nbytes
         tensors.append(info._replace(begin=begin))
