@@ -35,13 +35,12 @@ cd "$source"  # the files that the smoke test reads; the package is the one that
 rm -rf src/kvern/cpu/ready_made
 "$work/new/bin/python" -c "import kvern, sys; sys.exit(not kvern.__file__.startswith('$work/new'))"
 "$work/new/bin/python" tests/support/smoke.py
-XDG_CACHE_HOME=$work/cache "$work/new/bin/python" -c "
+# Without a compiler there are no kernels but the wheel's.
+CXX=none XDG_CACHE_HOME=$work/cache "$work/new/bin/python" -c "
 from kvern import LLM
 from kvern.cpu import library
 with LLM('kvern-1m', threads=1) as llm:
     llm.generate('Once')
 assert library._loaded is not None, 'the kernels of the wheel are not used'"
-test -d "$work/cache/kvern"
-test -z "$(find "$work/cache" -name '*.so' -print -quit)" || { echo "kernels were compiled again" >&2; exit 1; }
 cd "$root"
 ls -l dist
