@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvern.server.run import Connection
+from kvern.server.startup import OpenFiles
 from tests.support.raw_requests import (
     MEGABYTE,
     POST,
@@ -115,7 +116,7 @@ def test_blank_lines_do_not_keep_a_connection() -> None:
         await Response("said")(scope, receive, send)
 
     async def talk() -> None:
-        http = functools.partial(Connection, 30.0)
+        http = functools.partial(Connection, 30.0, OpenFiles(print))
         config = uvicorn.Config(answer, http=http, timeout_keep_alive=1, lifespan="off", log_config=None)  # type: ignore[arg-type]
         server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
         serving_it = asyncio.create_task(server.serve([listener]))
@@ -144,7 +145,7 @@ def test_too_many_headers_begin_no_request() -> None:
         await Response("said")(scope, receive, send)
 
     async def talk() -> None:
-        http = functools.partial(Connection, 30.0)
+        http = functools.partial(Connection, 30.0, OpenFiles(print))
         config = uvicorn.Config(answer, http=http, lifespan="off", log_config=None)  # type: ignore[arg-type]
         server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
         serving_it = asyncio.create_task(server.serve([listener]))

@@ -297,7 +297,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         (["--max-queue", "0"], "max_queue is 0: it must be above 0"),
         (["--root-path", "llm/"], "root_path is 'llm/'"),
         (["--tls-key", "k"], "there is no tls_cert"),
-        (["--tls-cert", "/nothing"], "tls_cert /nothing and tls_key cannot be used"),
+        (["--tls-cert", "/nothing"], "tls_cert /nothing cannot be read: No such file"),
         (["--api-key-file", "/nothing"], "api_key_file /nothing cannot be read"),
         (["--api-key", "a:b c=d"], "api_key 1 is not of the form NAME:KEY"),
         (["--api-key", "x:1", "x:2"], "api_key 1 and api_key 2 both name a key x"),

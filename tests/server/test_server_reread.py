@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from kvern.server.rereading import Reread, states
 from kvern.server.service import KeyLimits
 from kvern.server.stores.database import DataFolder
 from kvern.server.stores.files import Store
+from tests.support.certificates import certificate
 from tests.support.served import KEY, SMALL, STORY, Served, eventually, serving
 
 LONG: dict[str, Any] = STORY | {"max_tokens": 450}
@@ -99,15 +99,6 @@ def test_a_new_key_finds_nothing_that_the_only_one_before_it_asked(tmp_path: Pat
         served.process.send_signal(signal.SIGHUP)
         eventually(lambda: status(served, f"{KEY}-b") == 200)
         assert cached("b") == 0
-
-
-def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 whose subject is `name`, and its key."""
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
-    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    return cert, key
 
 
 def test_a_renewed_certificate_is_served(tmp_path: Path) -> None:

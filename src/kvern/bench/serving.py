@@ -228,11 +228,9 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     """Runs on uvloop if available, with as many open connections as the system allows."""
     if sys.platform == "win32":
         return asyncio.run(work)
-    import resource
-
     import uvloop
 
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    from kvern.io.open_files import raise_limit
+
+    raise_limit()
     return uvloop.run(work)

@@ -1,6 +1,7 @@
 """The routes of all APIs, and their handlers, each of which is imported and made with its first request."""
 
 import asyncio
+import contextlib
 import re
 from functools import cached_property
 from importlib import import_module
@@ -110,7 +111,7 @@ class Apis:
 
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""
-        if (self.service.config.data_folder / BATCHES).exists():
+        if self._has_batches():
             await self._named("batches", "Batches").resume()
 
     def keys_changed(self) -> None:
@@ -119,8 +120,14 @@ class Apis:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
+    def _has_batches(self) -> bool:
+        """True if there may be batches on disk. A folder that cannot be read has none."""
+        with contextlib.suppress(OSError):
+            return (self.service.config.data_folder / BATCHES).exists()
+        return False
+
     async def _change_keys(self) -> None:
-        if (self.service.config.data_folder / BATCHES).exists():
+        if self._has_batches():
             await self._named("batches", "Batches").change_keys(self.service.keys.users)
 
     async def stop(self) -> None:

@@ -32,6 +32,7 @@ from kvern.server.gate import is_loopback
 from kvern.server.keys import KeyRing, client_of
 from kvern.server.rereading import Reread
 from kvern.server.signals import Signals
+from kvern.server.startup import OpenFiles, check_data_folder, check_tls, tell_systemd
 from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
 
@@ -50,9 +51,10 @@ class Connection(HttpToolsProtocol):
     The state of each request has the address of the `client`, whatever the headers say; a Unix socket has none.
     """
 
-    def __init__(self, seconds: float, *arguments: Any, **options: Any) -> None:
+    def __init__(self, seconds: float, files: OpenFiles, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._seconds = seconds
+        self._files = files
         self._patience: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._bytes = 0
@@ -65,6 +67,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         if self.client is not None:
             self.app_state = {**self.app_state, "client": client_of(self.client[0])}
+        self._files.note(transport.get_extra_info("socket").fileno())
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -230,6 +233,7 @@ async def serve(
     """
     keys = KeyRing(server)
     check_tls(server)
+    check_data_folder(server, say)
     listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
     reread = asyncio.Event()
     ends = Signals(server.grace_seconds, say, reread)
@@ -238,7 +242,7 @@ async def serve(
         async with EngineClient(config, process) as client:
             application = Server([client], server, keys)
             await application.apis.resume()
-            http = HttpServer(http_config(application.app(), server))
+            http = HttpServer(http_config(application.app(), server, OpenFiles(say)))
             http.config.load()
             application.apis.tasks = http.server_state.tasks  # the shutdown waits for these
             ends.begin(http, application)
@@ -250,6 +254,7 @@ async def serve(
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
             page = "" if server.uds is not None else " (in a browser: a chat page)"
             say(f"serving {client.names[0]} on {shown_address(listener, server)}{page}")
+            tell_systemd("READY=1")
             watching = asyncio.create_task(reread_files(server, application, http.config.ssl, say, reread))
             await http.serve(sockets=[listener])
             watching.cancel()
@@ -277,13 +282,13 @@ async def reread_files(
         await Reread([*keys, *pair], read, say, asked).watch()
 
 
-def http_config(application: ASGIApp, server: ServerConfig) -> uvicorn.Config:
+def http_config(application: ASGIApp, server: ServerConfig, files: OpenFiles) -> uvicorn.Config:
     """Returns uvicorn's settings for the application."""
     return uvicorn.Config(
         application,
         log_config=None,
         access_log=False,
-        http=functools.partial(Connection, server.request_timeout),  # type: ignore[arg-type]
+        http=functools.partial(Connection, server.request_timeout, files),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         root_path=server.root_path,
@@ -355,13 +360,3 @@ def shown_address(listener: socket.socket, server: ServerConfig) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "https" if server.tls_cert is not None else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{server.root_path}"
-
-
-def check_tls(server: ServerConfig) -> None:
-    """Checks that certificate and key can be used. Raises ConfigError."""
-    if server.tls_cert is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.tls_cert, server.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"tls_cert {server.tls_cert} and tls_key cannot be used: {error}") from error

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvern.errors import EngineClosed
+from kvern.server.startup import tell_systemd
 
 if TYPE_CHECKING:
     import uvicorn
@@ -70,6 +71,7 @@ class Signals:
         if http.should_exit:
             return
         http.should_exit = True
+        tell_systemd("STOPPING=1")
         load = application.service.load
         if load:
             self._say(

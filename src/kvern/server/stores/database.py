@@ -141,5 +141,6 @@ def storage_errors() -> Iterator[None]:
         reason = getattr(error, "strerror", None) or str(error)
         code = getattr(error, "sqlite_errorcode", 0)
         is_full = getattr(error, "errno", None) in FULL or code & 255 in SQLITE_FULL
-        message = f"the server cannot store this: {reason}; free space where it keeps its data"
+        advice = "free space where it keeps its data" if is_full else "it has to be able to write its data_dir"
+        message = f"the server cannot store this: {reason}; {advice}"
         raise (NoRoom if is_full else HttpError)(507, message, code="storage") from error
