@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ CROSS = "aarch64-linux-gnu-g++"
 
 @pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"there is no {CROSS}: apt-get install g++-aarch64-linux-gnu")
 @pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cpp")), ids=lambda source: source.name)
-def test_kernels_compile_for_arm(source: object) -> None:
+def test_kernels_compile_for_arm(source: Path) -> None:
     [neon] = ARM
     command = [CROSS, *FLAGS, *neon.flags, "-Wall", "-Werror", "-fsyntax-only", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
