@@ -81,7 +81,7 @@ class ChatCommand:
         llm.check_generates()
         if sys.stdout.isatty():
             write = Wrapped(sys.stdout.write)
-            conversation = Conversation(llm, params, self.system, write, note_on_terminal, first_token_waited_for)
+            conversation = Conversation(llm, params, self.system, write, waiting=first_token_waited_for)
         else:
             conversation = Conversation(llm, params, self.system, sys.stdout.write, sys.stderr.write)
         if self.prompt is not None:
@@ -124,10 +124,6 @@ def kernels_to_come(engine: EngineConfig) -> Popen[bytes] | None:
     from kvern.runner.device import resolve_device
 
     return begin_build(engine.cache_folder) if resolve_device(engine).type == "cpu" else None
-
-
-def note_on_terminal(text: str) -> None:
-    sys.stdout.write(dim(text))
 
 
 def first_token_waited_for() -> Waiting:
@@ -186,7 +182,7 @@ def terminal_lines() -> Iterator[str | None]:
 
 
 class Conversation:
-    """A conversation that typed lines change. `write` shows text to the user, and `note` figures of an answer.
+    """A conversation that typed lines change. `write` takes answers, and `tell` all else that is shown: None: `write`.
 
     `waiting` gives what is shown until the first token.
     """
@@ -197,7 +193,7 @@ class Conversation:
         params: SamplingParams,
         system: str | None,
         write: Callable[[str], Any],
-        note: Callable[[str], Any] | None = None,
+        tell: Callable[[str], Any] | None = None,
         waiting: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._llm = llm
@@ -205,7 +201,7 @@ class Conversation:
         self._system = system
         self._adapter: str | None = None
         self._write = write
-        self._note = note or write
+        self._tell = tell or write
         self._waiting = waiting
         self.messages: list[dict[str, Any]] = []
         self.reset()
@@ -218,7 +214,7 @@ class Conversation:
         if line.startswith("/") and "\n" not in line:
             return self._command(line)
         if line and (said := self.answer(line)) is not None:
-            self._note(f"{said}\n")
+            self._show(dim(said))
         return True
 
     def _command(self, line: str) -> bool:
@@ -341,7 +337,7 @@ class Conversation:
         return f"; cut: the context of {most:,} tokens is full, /reset forgets the conversation"
 
     def _show(self, text: str) -> None:
-        self._write(text + "\n")
+        self._tell(text + "\n")
         sys.stdout.flush()
 
 

@@ -8,6 +8,7 @@ engines that crash; lines without room are counted and dropped.
 """
 
 import atexit
+import importlib
 import os
 import queue
 import select
@@ -15,9 +16,10 @@ import stat
 import sys
 import threading
 from contextlib import suppress
+from types import ModuleType
 
-from kvern.cli import first_engine
 from kvern.cpu.cores import limit_spinning
+from kvern.errors import INTERRUPTED
 
 STDERR = 2
 MOST_LINES = 4096
@@ -88,14 +90,19 @@ def _notice(left_out: int) -> bytes:
 
 def main() -> int:
     """Runs the command of `sys.argv` and returns its exit code."""
-    limit_spinning()
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["serve"] and not any(argument.startswith(("-h", "--help")) for argument in arguments):
-        relay_stderr()
-        first_engine.begin()
-    from kvern.cli.main import main as run
-
+    first_engine: ModuleType | None = None
     try:
+        limit_spinning()
+        arguments = sys.argv[1:]
+        if arguments[:1] == ["serve"] and not any(argument.startswith(("-h", "--help")) for argument in arguments):
+            relay_stderr()
+            first_engine = importlib.import_module("kvern.cli.first_engine")
+            first_engine.begin()
+        from kvern.cli.main import main as run
+
         return run(arguments)
+    except KeyboardInterrupt:  # during imports
+        return INTERRUPTED
     finally:
-        first_engine.kill()
+        if first_engine is not None:
+            first_engine.kill()

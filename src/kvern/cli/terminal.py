@@ -61,8 +61,8 @@ class Wrapped:
 
 
 def dim(text: str) -> str:
-    """Returns a text in a weaker colour, unless NO_COLOR or a terminal without colours forbids it."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    """Returns a text in a weaker colour, if stdout is a terminal with colours, and NO_COLOR does not forbid them."""
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if plain else f"\x1b[2m{text}\x1b[0m"
 
 
