@@ -65,6 +65,7 @@ def test_flag_goes_before_environment_before_file_before_default(tmp_path: Path)
     ("text", "variables", "reason"),
     [
         ("max_token = 5", {}, "max_token is no option: did you mean max_tokens?"),
+        ("[server]\nport = 80", {}, "server is no option but a table: write options without one"),
         ("", {"KVERN_TEMPRATURE": "1"}, "KVERN_TEMPRATURE is no option: did you mean temperature?"),
         ("block_size = 'big'", {}, "block_size is 'big': expected int"),
         ("", {"KVERN_THREADS": "many"}, "KVERN_THREADS is 'many'"),

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import ssl
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,12 @@ def test_a_file_with_a_mistake_changes_nothing(changing: tuple[Served, Path]) ->
 
 def test_a_signal_reads_the_file_at_once(changing: tuple[Served, Path]) -> None:
     served, file = changing
-    file.write_text(f"dave:{KEY}-d\n")
+    file.write_text(f"dave:{KEY}-d\nfrank:{KEY}-f admin=1\n")
     served.process.send_signal(signal.SIGHUP)
     eventually(lambda: status(served, f"{KEY}-d") == 200)
+    shown = urllib.request.Request(f"{served.url[:-3]}/metrics", headers={"x-api-key": f"{KEY}-f"})
+    with urllib.request.urlopen(shown) as answer:
+        assert 'kvern:key_prompt_tokens_total{key="dave",model_name="kvern-1m"} 0.0' in answer.read().decode()
     assert served.process.poll() is None
 
 

@@ -43,6 +43,8 @@ def translated(name: str, value: Any, types: Mapping[str, Any], source: str, not
 
 def converted(name: str, value: Any, types: Mapping[str, Any], source: str, strict: bool) -> Any:
     if name not in types:
+        if isinstance(value, Mapping):
+            raise ConfigError(f"{source} is no option but a table: write options without one")
         raise ConfigError(f"{source} is no option: {nearest(name, types) or 'kvern run --help lists the options'}")
     if isinstance(value, str) and types[name] == tuple[str, ...]:
         return (value,)

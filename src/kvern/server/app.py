@@ -140,6 +140,7 @@ class Server:
     def read_keys(self) -> str:
         """Reads the API keys again, and returns what has changed. Raises ConfigError, and then nothing has changed."""
         said = self.service.keys.read()
+        self.service.figures.know(key.name for key in self.service.keys.users)
         self.apis.keys_changed()
         return said
 

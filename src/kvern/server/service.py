@@ -272,6 +272,7 @@ class Service:
         self.keys = keys
         self._limits = limits = KeyLimits()
         self.figures = KeyFigures(clients[0].names[0])
+        self.figures.know(key.name for key in keys.users)
         self.engines = [ServedEngine(client, Admission(client, config.max_queue, keys, limits)) for client in clients]
         names = [name for engine in self.engines for name in dict.fromkeys(engine.names)]
         if len(set(names)) < len(names):
