@@ -1,9 +1,10 @@
 """Anthropic's message batches by its own client: results, restarts, what is cancelled and what expires."""
 
+import asyncio
 import json
 import signal
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import anthropic
 import openai
 import pytest
 
+from kvern.server.handlers.batches import ANTHROPIC
+from kvern.server.stores.database import DataFolder
+from kvern.server.stores.files import Store
 from tests.support.served import KEY, SMALL, Served, eventually, serving
 
 MODEL: Any = "kvern-1m"
@@ -150,3 +154,22 @@ def test_a_batch_goes_on_after_a_restart_until_it_expires(tmp_path: Path) -> Non
         assert ended(claude, done).request_counts.succeeded == 60 and len(results(claude, done)) == 60
         assert ended(claude, late).request_counts.expired == 3
         assert {result.type for result in results(claude, late).values()} == {"expired"}
+
+
+def test_batches_that_are_too_old_to_be_listed_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.server.stores.files.MOST_LISTED", 1)
+
+    async def content() -> AsyncIterator[bytes]:
+        yield b"12345678"
+
+    async def work() -> list[str]:
+        store = Store(DataFolder(tmp_path, 0), 40)
+        for number in range(9):  # more than the owner could keep of all
+            await store.write("a", content(), f"msgbatch_{number}")
+            await store.append("a", store.path(f"msgbatch_{number}_output"), b"12345678\n")
+            await store.save(ANTHROPIC.name, "a", {"id": f"msgbatch_{number}"})
+            await store.forget_old(ANTHROPIC.name, "a")
+        store.close()
+        return sorted(path.name for path in (tmp_path / "files").iterdir())
+
+    assert asyncio.run(work()) == ["msgbatch_8", "msgbatch_8_output"]
