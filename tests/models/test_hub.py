@@ -136,6 +136,9 @@ def test_of_gguf_files_the_one_that_is_named_is_downloaded(client: Client) -> No
     file = Path(client.resolve("kvern-tests/tiny:q8_0"))
     assert file.name == "tiny-Q8_0.gguf" and not (file.parent / "tiny-Q4_K_M.gguf").exists()
     assert client.resolve("kvern-tests/tiny:q8_0", HF_HUB_OFFLINE="1") == str(file)
+    away = "http://127.0.0.1:9"
+    assert client.resolve("kvern-tests/tiny:q8_0", HF_ENDPOINT=away) == str(file)
+    assert f"could not be downloaded from {away}" in client.resolve("kvern-tests/tiny:Q4_K_M", HF_ENDPOINT=away)
     split = Path(client.resolve("kvern-tests/tiny:Q2_K"))
     assert split.name == "big-Q2_K-00001-of-00002.gguf" and (split.parent / "big-Q2_K-00002-of-00002.gguf").is_file()
     assert "no, or more than one, GGUF file that ends in 'Q6_K'" in client.resolve("kvern-tests/tiny:Q6_K")

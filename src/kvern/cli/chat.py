@@ -104,8 +104,8 @@ def begun(engine: EngineConfig) -> LLM:
     check_files(engine)
     try:
         resolve_model(engine.model, engine.revision, offline=True, cache_folder=engine.download_dir)
-    except ModelNotFound:
-        return load(engine)  # which downloads it, and shows how far it is
+    except ModelNotFound:  # the download shows how far it is
+        resolve_model(engine.model, engine.revision, cache_folder=engine.download_dir)
     loading = f"loading {Path(engine.model or DEFAULT_MODEL).name}"
     with Waiting(loading) as waiting:
         if engine.cpu_kernels and (process := kernels_to_come(engine)) is not None:

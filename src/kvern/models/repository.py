@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -111,18 +112,24 @@ class Repository(NamedTuple):
         return Path(path)
 
     def download_gguf(self, ending: str) -> Path:
-        """The GGUF file of the repository, of which the name has this ending; downloads no other."""
-        import huggingface_hub
+        """The GGUF file of the repository, of which the name has this ending; downloads no other.
+
+        A file that was downloaded before is found without a network, too.
+        """
+        from huggingface_hub import errors
 
         if self.is_offline:
             return choose_in(self.download(files=("no more of it",)), ending)
         try:
-            names = huggingface_hub.HfApi(token=self.token).list_repo_files(self.name, revision=self.revision)
-        except Exception as error:  # as in `download`
-            raise ModelNotFound(self.explain(error)) from error
-        if not any(name.endswith(".gguf") for name in names):
-            raise ModelNotFound(f"model {self.name!r} has neither safetensors nor GGUF files on the hub")
-        files = choose(names, ending, self.name)
+            files = sorted(self.listing(ending).files)
+        except ModelNotFound as error:
+            if error.__cause__ is None or isinstance(
+                error.__cause__, errors.RepositoryNotFoundError | errors.RevisionNotFoundError
+            ):
+                raise
+            with contextlib.suppress(ModelNotFound):
+                return self._replace(offline=True).download_gguf(ending)
+            raise
         return self.download(files=files) / files[0]
 
     def listing(self, ending: str = "") -> Listing:
