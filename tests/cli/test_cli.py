@@ -20,7 +20,7 @@ import pytest
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.cli import entry
-from kvern.cli.chat import Conversation, with_parameter
+from kvern.cli.chat import ChatCommand, Conversation, with_parameter
 from kvern.cli.chat import messages as typed_messages
 from kvern.cli.main import COMMANDS, main
 from kvern.cli.options import SamplingOptions, read_defaults
@@ -318,13 +318,16 @@ class InterruptedLLM:
             if len(output.outputs[0].token_ids) == 3:
                 signal.raise_signal(signal.SIGINT)
 
+    def check_generates(self) -> None:
+        self._llm.check_generates()
+
 
 def test_ctrl_c_stops_the_answer_and_keeps_it(llm: LLM) -> None:
     screen = Screen()
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     talk = Conversation(InterruptedLLM(llm), params, None, screen.append)  # type: ignore[arg-type]
     assert talk.take("the fox")
-    assert "[stopped]" in screen.text
+    assert "[stopped]" in screen.text and talk.was_stopped
     assert "[3 tokens" in screen.text
     assert talk.messages[1]["role"] == "assistant"
     assert talk.take("/reset")
@@ -398,6 +401,16 @@ def test_a_prompt_of_the_command_line_is_answered_alone(model: Path) -> None:
         timeout=120,
     )  # fmt: skip
     assert (refused.returncode, refused.stdout) == (1, "") and refused.stderr.startswith("error: ")
+
+
+def test_ctrl_c_at_the_answer_to_a_prompt_ends_with_its_exit_code(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvern.cli.chat.begun", lambda engine: InterruptedLLM(llm))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert ChatCommand(prompt="the fox").execute() == INTERRUPTED
+    shown = capsys.readouterr()
+    assert "[stopped]" in shown.err and "[stopped]" not in shown.out
 
 
 def test_requests_through_a_pipe(model: Path) -> None:

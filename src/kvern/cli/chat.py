@@ -21,7 +21,7 @@ from kvern.cli.output import say
 from kvern.cli.run import check_files, load
 from kvern.cli.terminal import Waiting, Wrapped, dim
 from kvern.config import DEFAULT_MODEL, EngineConfig
-from kvern.errors import InvalidParameter, KvernError, ModelNotFound, PromptTooLong
+from kvern.errors import INTERRUPTED, InvalidParameter, KvernError, ModelNotFound, PromptTooLong
 from kvern.io.files import read_whole, reason
 from kvern.request.sampling_params import SamplingParams
 
@@ -69,7 +69,7 @@ class ChatCommand:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
-        """Talk until the input ends and return the exit code: 1 if a PROMPT is not answered.
+        """Talk until the input ends and return the exit code: 1 if a PROMPT is not answered, 130 if Ctrl-C stops that.
 
         Raises KvernError if the model cannot be loaded.
         """
@@ -86,7 +86,8 @@ class ChatCommand:
             conversation = Conversation(llm, params, self.system, sys.stdout.write, sys.stderr.write)
         if self.prompt is not None:
             piped = "" if sys.stdin.isatty() else sys.stdin.read()
-            return int(not conversation.answer("\n\n".join(filter(None, (self.prompt, piped.strip())))))
+            said = conversation.answer("\n\n".join(filter(None, (self.prompt, piped.strip()))))
+            return INTERRUPTED if conversation.was_stopped else int(said is None)
         for line in messages(terminal_lines() if sys.stdin.isatty() and sys.stdout.isatty() else sys.stdin):
             if not conversation.take(line):
                 break
@@ -203,6 +204,7 @@ class Conversation:
         self._write = write
         self._tell = tell or write
         self._waiting = waiting
+        self.was_stopped = False
         self.messages: list[dict[str, Any]] = []
         self.reset()
 
@@ -302,6 +304,7 @@ class Conversation:
     def answer(self, text: str) -> str | None:
         """Writes the answer to a message; returns how fast it was. None: there is none, and the reason is shown."""
         self.messages.append({"role": "user", "content": text})
+        self.was_stopped = False
         written, tokens = "", 0
         cut = ""
         started = time.perf_counter()
@@ -318,7 +321,8 @@ class Conversation:
                 if answer.finish_reason == "length":
                     cut = self._why_cut(len(output.prompt_token_ids) + tokens)
         except KeyboardInterrupt:
-            self._write(" [stopped]")
+            self.was_stopped = True
+            self._tell(" [stopped]")
         except KvernError as error:
             self.messages.pop()
             again = isinstance(error, PromptTooLong) and any(message["role"] == "user" for message in self.messages)
