@@ -7,7 +7,7 @@ import msgspec
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
-from kvern.engine.factory import build_core
+from kvern.engine.factory import build_core, facts_of
 from kvern.engine.inputs import InputProcessor, Prompt, RequestLimits
 from kvern.engine.output import OutputProcessor
 from kvern.errors import ConfigError, InvalidRequest
@@ -18,7 +18,6 @@ from kvern.request.request import NO_OPTIONS, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.runner.startup import Startup
 from kvern.sample.processors import load_processors
-from kvern.spec.facts import ModelFacts
 from kvern.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvern")
@@ -46,7 +45,7 @@ class Engine:
             self.tokenizer = Tokenizer(folder, config.chat_template_kwargs)
         self.inputs = InputProcessor(
             self.tokenizer,
-            ModelFacts.of(self.spec),
+            facts_of(self.spec, self.layout, folder),
             folder,
             RequestLimits(self.layout.max_model_len, self.layout.max_batch_requests),
             config,

@@ -22,12 +22,14 @@ from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import ConfigError
+from kvern.models.image_models import vision_of
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
 from kvern.runner.executor import Executor, start
 from kvern.runner.plan import Layout
 from kvern.runner.startup import Startup
+from kvern.spec.facts import ModelFacts
 from kvern.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -111,6 +113,11 @@ def build_core(
     executor.begin_counting()
     core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, CoreTiming(pace, watch))
     return core, spec, layout
+
+
+def facts_of(spec: ModelSpec, layout: Layout, folder: Path) -> ModelFacts:
+    """The facts of the model of an engine."""
+    return ModelFacts.of(spec, layout.device == "cpu" and vision_of(read_config(folder)) is not None)
 
 
 def make_dp_attention_core(

@@ -14,6 +14,7 @@ import msgspec
 
 from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
+from kvern.models.image_models import vision_of
 from kvern.request.request import NO_OPTIONS, PromptInput, RequestOptions, RequestSpec
 from kvern.request.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.spec.facts import ModelFacts
@@ -24,6 +25,7 @@ from kvern.tools.encoding import LONGEST_TRUNCATED
 
 if TYPE_CHECKING:
     from kvern.engine.breakers import BreakerFinder
+    from kvern.images.prompt import ImageReader
     from kvern.sample.processors import Processors
 
 Prompt = str | Sequence[int] | PromptInput
@@ -68,8 +70,15 @@ class InputProcessor:
         self._eos_token_ids = frozenset(token for token in tokenizer.eos_token_ids if token < model.vocab_size)
         self.grammars = grammars_of(folder, model.vocab_size, grammars_apart)
         self._defaults = _generation_defaults(folder)
+        self._folder = folder
         self.chat = Chat(
-            tokenizer, self.grammars, config.tool_parser, config.reasoning_parser, limits.max_model_len, self._refusal
+            tokenizer,
+            self.grammars,
+            config.tool_parser,
+            config.reasoning_parser,
+            limits.max_model_len,
+            self._refusal,
+            (lambda: self.images) if model.reads_images else None,
         )
         self.chat.warn_of_template()
         self._seed = config.seed
@@ -147,7 +156,18 @@ class InputProcessor:
             read = PromptInput(as_list(prompt))
         self._check_tokens(read.token_ids)
         _check_contents(read, self.model)
+        if read.attachments:
+            self.images.check(read)
         return read
+
+    @functools.cached_property
+    def images(self) -> "ImageReader":
+        """The reader of images of prompts, for a model that has one. Raises UnsupportedModel."""
+        from kvern.images.prompt import ImageReader
+
+        spec = vision_of(read_json(self._folder / "config.json"))
+        assert spec is not None, "the model reads no images"
+        return ImageReader.of(self._folder, spec, self.tokenizer)
 
     def _predicted(self, prediction: str | Sequence[int]) -> tuple[int, ...]:
         """The tokens of what a client expects. Raises InvalidRequest."""
@@ -256,7 +276,7 @@ def _check_contents(prompt: PromptInput, model: ModelFacts) -> None:
         raise InvalidRequest(
             f"second_text is {prompt.second_text}: only encoders read two texts together, and it is a position in them"
         )
-    if prompt.attachments:
+    if prompt.attachments and not model.reads_images:
         raise InvalidRequest(
             f"the prompt has {len(prompt.attachments)} attachments: this model reads nothing but tokens; leave them out"
         )

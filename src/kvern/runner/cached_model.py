@@ -9,7 +9,7 @@ from torch import Tensor
 from kvern.attention.base import AttentionBackend
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
-from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.request.step import Fork, NewRequest, ScheduledTokens, SchedulerOutput
 
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank
@@ -40,6 +40,14 @@ class StepEmbeddings(NamedTuple):
 
 class EmbeddingSource(Protocol):
     """A source of rows of embeddings for tokens of prompts, such as the parts of an image."""
+
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """Rows of the batch go on from others."""
+        ...
+
+    def join(self, joined: Sequence[NewRequest]) -> None:
+        """Rows of the batch have new requests."""
+        ...
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         """The rows for a step, whose requests are in their rows of the batch; None: all its tokens have ids alone."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvern.drafting.device.drafter import Drafter
     from kvern.drafting.models.head import DraftHead
     from kvern.drafting.models.medusa_heads import MedusaHeads
+    from kvern.runner.cached_model import EmbeddingSource
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.structured.masks import GrammarRows
 
@@ -57,6 +58,8 @@ class LoadedModel:
     """None: no model guesses what another goes on with."""
     ranks: Ranks = ALONE
     """The ranks that compute the model together."""
+    images: "Callable[[int], EmbeddingSource] | None" = None
+    """Makes the source of rows of images for a batch of so many rows; None: the model reads none here."""
 
 
 class Runner(Protocol):

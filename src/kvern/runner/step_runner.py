@@ -82,6 +82,9 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
             model.states.prepare(output)
         rows.fork(output.forked)
         rows.join(output.joined)
+        if model.embeddings is not None:
+            model.embeddings.fork(output.forked)
+            model.embeddings.join(output.joined)
         self._change_choices(output)
         if self._ranks.stage.is_first:
             rows.draft(output.known)

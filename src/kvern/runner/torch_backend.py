@@ -105,7 +105,8 @@ class TorchBackend:
         if captures and isinstance(attention, CompiledAttention):
             inputs = None if drafter is None else drafter.inputs
             captured = CapturedDecodes(decoder, attention, rows, size, inputs) if isinstance(decoder, Decoder) else None
-        model = CachedModel(decoder, attention, rows, size, loaded.adapters, states)
+        images = None if loaded.images is None else loaded.images(slots)
+        model = CachedModel(decoder, attention, rows, size, loaded.adapters, states, images)
         return ModelRunner(model, loaded, self._sampling(rows), captured, drafter)
 
     def drafter(self, decoder: "Decoder | DraftHead | MedusaHeads", layout: Layout, rows: BatchRows) -> "Drafter":

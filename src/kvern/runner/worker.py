@@ -19,6 +19,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.fallback.spec import TransformersSpec
+from kvern.models.image_models import vision_of
 from kvern.models.loader import (
     LoadOptions,
     choose_dtype,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.adapters.peft import Target
     from kvern.ranks.expert_placement import Placement
+    from kvern.runner.cached_model import EmbeddingSource
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
     from kvern.structured.masks import GrammarRows
@@ -192,7 +194,14 @@ class Worker:
         processors = self._make_processors(plan) if config.logits_processors else None
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._loaded = LoadedModel(
-            model, lambda: self.grammars, processors, adapters, self._store, draft=draft, ranks=self._ranks
+            model,
+            lambda: self.grammars,
+            processors,
+            adapters,
+            self._store,
+            draft=draft,
+            ranks=self._ranks,
+            images=self._load_images(plan),
         )
         if config.rebalance_seconds:
             self._ranks.of_experts.hand_once(device)
@@ -308,6 +317,20 @@ class Worker:
                     whole_experts=self._whole_experts if ranks is self._ranks else None,
                 ),
             )
+
+    def _load_images(self, plan: Plan) -> "Callable[[int], EmbeddingSource] | None":
+        """What makes rows of images; None: the model has no encoder of them, or is not on a CPU."""
+        vision = vision_of(read_config(self._folder))
+        if vision is None or self.device.type != "cpu" or not self._ranks.stage.is_first:
+            return None
+        from kvern.images.settings import settings_of
+        from kvern.models.vision import load_vision
+        from kvern.runner.image_rows import ImageRows
+
+        settings, dummy = settings_of(self._folder, vision), self._config.load_format == "dummy"
+        with self._startup.stage("weights"):
+            tower = load_vision(self._folder, vision, getattr(torch, plan.dtype), self.device, dummy=dummy)
+        return partial(ImageRows, tower, settings)
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
         """The model as transformers computes it, which is found right; None: kvern does."""

@@ -44,7 +44,6 @@ from kvern.serving.wire import (
     decode_for_engine,
     encode,
 )
-from kvern.spec.facts import ModelFacts
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -87,7 +86,7 @@ def main(address: str, running: str, parent: int) -> int:
             ahead.make_context()
         with signs_of_life(socket, running, parent):
             importing.join()
-            from kvern.engine.factory import build_core
+            from kvern.engine.factory import build_core, facts_of
 
             startup = Startup()
             watch = StepWatch(
@@ -106,7 +105,7 @@ def main(address: str, running: str, parent: int) -> int:
     gc.freeze()  # what is there now stays: collections need not look at it
     gc.enable()
     gpu = next(iter(layout.gpus), None)
-    facts = ModelFacts.of(spec)
+    facts = facts_of(spec, layout, folder)
     cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
     most = layout.max_batch_requests
     socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.dp_attention_size)))

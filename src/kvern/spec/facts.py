@@ -11,15 +11,16 @@ if TYPE_CHECKING:
 
 
 class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The fields of a ModelSpec of these names, and whether it is an encoder's."""
+    """The fields of a ModelSpec of these names, whether it is an encoder's, and whether images are read here."""
 
     vocab_size: int = 0
     generates: bool = True
     is_classifier: bool = False
     model_type: str = ""
     is_encoder: bool = False
+    reads_images: bool = False
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> ModelFacts:
+    def of(cls, spec: ModelSpec, reads_images: bool = False) -> ModelFacts:
         own = spec.vocab_size, spec.generates, spec.is_classifier, spec.model_type
-        return cls(*own, is_encoder=spec.encoder is not None)
+        return cls(*own, is_encoder=spec.encoder is not None, reads_images=reads_images)

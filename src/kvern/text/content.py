@@ -104,10 +104,11 @@ def _content(message: object) -> object:
 def _readable(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not has_media(_content(message)):
         return message
-    return {**message, "content": "\n".join(map(_read, message["content"]))}
+    return {**message, "content": "\n".join(map(part_text, message["content"]))}
 
 
-def _read(part: str | MediaPart) -> str:
+def part_text(part: str | MediaPart) -> str:
+    """Returns the text of a part, or that which takes its place. Raises InvalidRequest for a part without any."""
     if isinstance(part, str):
         return part
     if part.note is None:

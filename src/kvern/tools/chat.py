@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvern.errors import InvalidParameter, InvalidRequest, shown
 from kvern.request.pieces import Content, Message, Piece
+from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams, StructuredOutput
 from kvern.structured.grammar import Grammars
 from kvern.text.chat_template import check_messages
@@ -24,6 +25,8 @@ from kvern.tools.encoding import ConversationEncoder, Encoding
 from kvern.tools.thinking import HARMONY, ThinkingFormat, thinking_of
 
 if TYPE_CHECKING:
+    from kvern.images.conversation import Pictures
+    from kvern.images.prompt import ImageReader
     from kvern.tools.answer_grammar import GrammarWriter
     from kvern.tools.thinking_splitter import Beginning, Thought, ThoughtTokens
     from kvern.tools.tool_format import ToolFormat, ToolParser, ToolSchemas
@@ -106,7 +109,7 @@ class ChatRequest:
     lacks  wishes of the request that the chat template cannot fulfil
     """
 
-    prompt: list[int]
+    prompt: list[int] | PromptInput
     params: SamplingParams
     tokenizer: Tokenizer
     form: ToolFormat | None = None
@@ -144,7 +147,8 @@ class Chat:
     """Tools and thinking of one model's chat template.
 
     `tool_parser` and `reasoning_parser`: "auto" detects the format, "none" leaves the text as it is, a name selects
-    one. `refusal`: the reason why the model cannot chat; None: it can.
+    one. `refusal`: the reason why the model cannot chat; None: it can. `images` gives their reader; None: the model
+    reads none.
     """
 
     def __init__(
@@ -155,8 +159,10 @@ class Chat:
         reasoning_parser: str,
         max_model_len: int,
         refusal: str | None = None,
+        images: Callable[[], ImageReader] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._images = images
         self._encoder = ConversationEncoder(tokenizer)
         self._max_model_len, self._refusal = max_model_len, refusal
         self._grammars = grammars
@@ -176,21 +182,29 @@ class Chat:
         """
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
-        messages = readable(messages)
+        pictures = self._pictures(messages)
+        messages = readable(messages) if pictures is None else pictures.messages
         definitions = list(use.definitions) or None
         text, said = self.written(messages, definitions, options)
-        if options.encoding is None:  # the template writes the special tokens itself
-            prompt = self._encoder.encode(text, definitions is not None, options.namespace, self._max_model_len)
-        else:
+        if options.encoding is not None:
             prompt = options.encoding.encode(self._tokenizer, text, self._max_model_len, params.max_tokens)
+        else:  # the template writes the special tokens itself
+            encode = functools.partial(
+                self._encoder.encode,
+                tools=definitions is not None,
+                namespace=options.namespace,
+                most_tokens=self._max_model_len,
+            )
+            prompt = encode(text) if pictures is None else pictures.encoded(text, encode)
         thought = self._thought(prompt, said, options.thinking_budget, definitions is not None)
         thought, lacks = self._held_to(thought, options.variables or {}, definitions is not None)
         lacks += tuple(self._tokenizer.lost_in_template(messages, definitions is not None))
         in_turns = thought is not None and thought.form.in_turns
         addressed = options.add_generation_prompt and self._addresses(definitions is not None)
         form = self._format(use) if use.choice != "none" or in_turns or addressed else None
+        whole = prompt if pictures is None else pictures.prompt(prompt)
         if form is None and thought is None:
-            return ChatRequest(prompt, params, self._tokenizer, lacks=lacks)
+            return ChatRequest(whole, params, self._tokenizer, lacks=lacks)
         structured = params.structured
         if form is not None or structured is not None or (thought is not None and thought.budget is not None):
             structured = self._writer.answer(form, use, params.structured, thought)
@@ -204,7 +218,15 @@ class Chat:
             stop_scope=thought.stop_scope(exact) if thought and params.stop_strings else None,
         )
         tools = {tool.name: tool.parameters for tool in use.tools}
-        return ChatRequest(prompt, params, self._tokenizer, form, tools, thought, exact, lacks)
+        return ChatRequest(whole, params, self._tokenizer, form, tools, thought, exact, lacks)
+
+    def _pictures(self, messages: Sequence[Mapping[str, Any]]) -> Pictures | None:
+        """The images of a conversation; None: there are none, or the model reads none. Raises InvalidRequest."""
+        if self._images is None:
+            return None
+        from kvern.images.conversation import Pictures, has_images
+
+        return Pictures(messages, self._images()) if has_images(messages) else None
 
     def written(
         self,

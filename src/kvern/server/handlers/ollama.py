@@ -24,6 +24,7 @@ from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.inputs import Prompt
 from kvern.models.header import read_entries
 from kvern.models.pooling import POOLING_FILE
+from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
@@ -227,6 +228,8 @@ class OllamaApi:
         chat = await self._service.chat(model, talk, asked.params, asked.common, key)
         if not asked.context:
             return chat
+        if isinstance(chat.prompt, PromptInput):
+            raise HttpError(400, "context and images are given: send the conversation to /api/chat", param="context")
         begun = chat.prompt[:1] == [self._service.engine_of(model).client.tokenizer.bos_token_id]
         return dataclasses.replace(chat, prompt=[*asked.context, *chat.prompt[begun:]])
 

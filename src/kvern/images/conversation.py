@@ -1,0 +1,74 @@
+"""The images of a conversation, for the chat template and for the prompt.
+
+Templates write a placeholder for each image. A client may write the same text: it is cut in two for the template and
+encoded in two pieces, so that it stays text.
+"""
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvern.errors import InvalidRequest
+from kvern.images.file import ImageFile
+from kvern.images.prompt import ImageReader
+from kvern.request.request import PromptInput
+from kvern.text.content import MediaPart, kind_of, part_text
+
+Message = Mapping[str, Any]
+
+
+def has_images(messages: Sequence[Message]) -> bool:
+    """Returns whether a part of some message is an image."""
+    return any(_is_image(part) for message in messages for part in _parts(message))
+
+
+class Pictures:
+    """The images of a conversation. `messages` are as the template takes them. Raises InvalidRequest."""
+
+    def __init__(self, messages: Sequence[Message], reader: ImageReader) -> None:
+        self._reader = reader
+        self._cut = uuid.uuid4().hex
+        self._files: list[ImageFile] = []
+        self.messages = [self._shown(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+    def _shown(self, message: Message, place: str) -> Message:
+        content = message.get("content")
+        if isinstance(content, str):
+            return {**message, "content": self._plain(content)}
+        if not isinstance(content, list):
+            return message
+        return {**message, "content": [self._part(part, f"{place}.content[{n}]") for n, part in enumerate(content)]}
+
+    def _part(self, part: object, place: str) -> object:
+        if isinstance(part, str):
+            return {"type": "text", "text": self._plain(part)}
+        if _is_image(part):
+            sent: Any = part.sent if isinstance(part, MediaPart) else part
+            self._files.append(self._reader.read(sent, place))
+            return {"type": "image"}
+        if isinstance(part, MediaPart):
+            return {"type": "text", "text": part_text(part)}
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            return {**part, "text": self._plain(part["text"])}
+        raise InvalidRequest(f"{place} is of a type that this model does not read: send texts and images")
+
+    def _plain(self, text: str) -> str:
+        mark = self._reader.mark
+        return text.replace(mark, f"{mark[:1]}{self._cut}{mark[1:]}")
+
+    def encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Returns the token ids of what the template wrote."""
+        return [token for piece in text.split(self._cut) for token in encode(piece)]
+
+    def prompt(self, token_ids: Sequence[int]) -> PromptInput:
+        """Returns the prompt with the tokens of the images at their placeholders. Raises InvalidRequest."""
+        return self._reader.prompt(token_ids, self._files)
+
+
+def _parts(message: Message) -> Sequence[object]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
+
+
+def _is_image(part: object) -> bool:
+    return part.kind == "image" if isinstance(part, MediaPart) else kind_of(part) == "image"

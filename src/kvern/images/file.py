@@ -1,0 +1,106 @@
+"""Files of images: their size by the header alone, and their pixels.
+
+Formats are JPEG, PNG, WebP and GIF, of which the first frame counts. EXIF's orientation is applied, transparent pixels
+lie on white, and 16-bit grey keeps its range.
+"""
+
+import hashlib
+import io
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import numpy.typing
+
+from kvern.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+LARGEST_FILE = 20 << 20
+MOST_PIXELS = 50_000_000
+LONGEST_SIDE = 16_384
+MOST_RATIO = 200
+TURNED = (5, 6, 7, 8)
+"""The values of EXIF's orientation with which width and height change places."""
+ORIENTATION = 0x0112
+GREY_16 = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+Pixels = numpy.typing.NDArray[numpy.uint8]
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """A file whose header is right. `width` and `height` are those of the picture as it is shown."""
+
+    data: bytes
+    width: int
+    height: int
+
+    @property
+    def digest(self) -> bytes:
+        """The name of the file's content, 16 bytes."""
+        return hashlib.blake2b(self.data, digest_size=16).digest()
+
+
+def read_file(data: bytes, place: str) -> ImageFile:
+    """Reads the header of a file; `place` is the part's in error messages. Raises InvalidRequest."""
+    if len(data) > LARGEST_FILE:
+        raise InvalidRequest(
+            f"{place}: the image has {len(data)} bytes: at most {LARGEST_FILE} are read; make it smaller"
+        )
+    image = _opened(data, place)
+    width, height = image.size
+    if image.getexif().get(ORIENTATION) in TURNED:
+        width, height = height, width
+    said = f"{place}: the image has {width} x {height} pixels"
+    if width * height > MOST_PIXELS or max(width, height) > LONGEST_SIDE:
+        raise InvalidRequest(f"{said}: at most {MOST_PIXELS}, and {LONGEST_SIDE} on a side, are read; make it smaller")
+    if max(width, height) > MOST_RATIO * min(width, height):
+        raise InvalidRequest(f"{said}: the longer side may have {MOST_RATIO} times the shorter one; cut it into parts")
+    return ImageFile(data, width, height)
+
+
+def pixels_of(file: ImageFile, width: int, height: int, resample: int) -> Pixels:
+    """Decodes a file and resizes it by one of Pillow's filters: `[height, width, 3]`. Raises InvalidRequest."""
+    from PIL import Image, ImageOps
+
+    image: Any = _opened(file.data, "an image")
+    try:
+        image = _on_white(ImageOps.exif_transpose(image))
+    except (OSError, SyntaxError, ValueError, MemoryError) as error:
+        raise InvalidRequest(f"an image cannot be decoded: {' '.join(str(error).split())[:200]}") from None
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling(resample))
+    return numpy.asarray(image)
+
+
+def _opened(data: bytes, place: str) -> "Image":
+    """The file, of which the header has been read. Raises InvalidRequest."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise InvalidRequest(f"{place}: images need Pillow, an optional package: pip install 'kvern[images]'") from None
+    try:
+        with warnings.catch_warnings():  # of sizes, which are checked afterwards
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise InvalidRequest(f"{place}: the image has more than {MOST_PIXELS} pixels: make it smaller") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        reason = "" if isinstance(error, UnidentifiedImageError) else f" ({' '.join(str(error).split())[:100]})"
+        raise InvalidRequest(f"{place}: this is no image in one of the formats {', '.join(FORMATS)}{reason}") from None
+
+
+def _on_white(image: "Image") -> "Image":
+    """The picture in RGB, as a viewer shows it before a white page."""
+    from PIL import Image
+
+    if image.mode in GREY_16:
+        wide = numpy.asarray(image).astype(numpy.int64)
+        return Image.fromarray((wide.clip(0, 65_535) // 257).astype(numpy.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        seen = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,76 @@
+"""Prompts with images: each placeholder becomes the tokens of its image."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvern.errors import InvalidRequest, UnsupportedModel
+from kvern.images.file import ImageFile, read_file
+from kvern.images.parts import bytes_of
+from kvern.images.settings import ImageSettings, settings_of
+from kvern.request.request import PromptInput
+from kvern.spec.vision import VisionSpec
+from kvern.text.tokenizer import Tokenizer
+
+MOST_IMAGES = 32
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """The images of one model's prompts. `ids`: those of the tokens of an image, of a row's end and of the last."""
+
+    settings: ImageSettings
+    spec: VisionSpec
+    ids: tuple[int, int | None, int | None]
+    mark: str
+    """The text that stands for an image in a prompt."""
+
+    @classmethod
+    def of(cls, folder: Path, spec: VisionSpec, tokenizer: Tokenizer) -> "ImageReader":
+        """Returns the reader for the model in a folder. Raises UnsupportedModel."""
+        settings = settings_of(folder, spec)
+        names = spec.tokens.image, spec.tokens.row_end, spec.tokens.end
+        ids = [None if name is None else tokenizer.token_to_id(name) for name in names]
+        if ids[0] != spec.image_id or None in [found for found, name in zip(ids, names, strict=True) if name]:
+            raise UnsupportedModel(
+                f"the tokenizer of {folder} lacks a token of images, {', '.join(filter(None, names))}"
+            )
+        return cls(settings, spec, (spec.image_id, ids[1], ids[2]), spec.tokens.image)
+
+    def check(self, prompt: PromptInput) -> None:
+        """Refuses a prompt whose tokens do not fit its images. Raises InvalidRequest."""
+        files = [read_file(data, f"attachment {number}") for number, data in enumerate(prompt.attachments)]
+        wanted = sum(self.settings.tokens(file).cells for file in files)
+        found = prompt.token_ids.count(self.spec.image_id)
+        if found != wanted:
+            raise InvalidRequest(f"the prompt has {found} tokens of images, and its {len(files)} images have {wanted}")
+
+    def read(self, part: Mapping[str, Any], place: str) -> ImageFile:
+        """Returns the image in a part of a message. Raises InvalidRequest."""
+        return read_file(bytes_of(part, place), place)
+
+    def tokens(self, file: ImageFile) -> list[int]:
+        """Returns the tokens that stand for an image."""
+        rows, columns = self.settings.tokens(file)
+        image, row_end, end = self.ids
+        line = [image] * columns + ([] if row_end is None else [row_end])
+        found = line * rows
+        return found if end is None else [*found[:-1], end]
+
+    def prompt(self, token_ids: Sequence[int], files: Sequence[ImageFile]) -> PromptInput:
+        """Returns a prompt in which the images stand at their placeholders. Raises InvalidRequest."""
+        if len(files) > MOST_IMAGES:
+            raise InvalidRequest(f"the conversation has {len(files)} images: at most {MOST_IMAGES} are read")
+        places = [place for place, token in enumerate(token_ids) if token == self.spec.image_id]
+        if len(places) != len(files):
+            raise InvalidRequest(f"the model's chat template has {len(places)} places for {len(files)} images")
+        found: list[int] = []
+        keys = []
+        begin = 0
+        for place, file in zip(places, files, strict=True):
+            found += token_ids[begin:place]
+            keys.append((len(found), file.digest + self.settings.digest))
+            found += self.tokens(file)
+            begin = place + 1
+        return PromptInput([*found, *token_ids[begin:]], tuple(file.data for file in files), tuple(keys))

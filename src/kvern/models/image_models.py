@@ -1,0 +1,17 @@
+"""The models that read images, by their model types: functions from a `config.json` to a `VisionSpec`."""
+
+from kvern.models.registry import Config
+from kvern.plugins import imported
+from kvern.spec.vision import VisionSpec
+
+VISION = {"mistral3": "kvern.models.families.pixtral:mistral3"}
+
+
+def vision_of(config: Config) -> VisionSpec | None:
+    """Returns the description of a checkpoint's encoder of images; None: it has none that kvern knows.
+
+    Raises UnsupportedModel.
+    """
+    where = VISION.get(str(config.get("model_type")))
+    found: VisionSpec | None = None if where is None else imported(where)(config)
+    return found

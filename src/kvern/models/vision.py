@@ -1,0 +1,135 @@
+"""The encoder of images: pixels of patches in, rows of embeddings for the language model out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvern.images.settings import Grid
+from kvern.layers.block import Places, SequentialLayer
+from kvern.layers.build import Build
+from kvern.layers.linear import column, row
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.module import Module
+from kvern.layers.norm import Norm
+from kvern.layers.rope import Rotation
+from kvern.layers.step_context import Attend, StepContext
+from kvern.layers.unquantized import Unquantized
+from kvern.models.checkpoint import read_headers
+from kvern.models.loader import filled_model
+from kvern.models.weighted import WeightedModel
+from kvern.spec.model import ModelSpec
+from kvern.spec.vision import PatchRopeSpec, ProjectorSpec, VisionSpec
+
+CHANNELS = 3
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+
+
+class Patches(Module):
+    """The patches' pixels as states: `[P, channels * patch * patch] -> [P, hidden]`."""
+
+    def __init__(self, spec: VisionSpec, build: Build) -> None:
+        super().__init__()
+        build = build.at("patches")
+        self.patch_proj = column(build, CHANNELS * spec.patch**2, {"patch_proj": spec.tower.hidden_size})
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        states: Tensor = self.patch_proj(pixels)
+        return states
+
+
+class Projector(Module):
+    """The way from the states of patches to rows; see ProjectorSpec."""
+
+    def __init__(self, spec: ProjectorSpec, width: int, build: Build) -> None:
+        super().__init__()
+        build = build.at("projector")
+        self.merge = spec.merge
+        self.norm = Norm(spec.norm, width, "norm", build)
+        self.merging_layer = column(build, width * spec.merge**2, {"merging_layer": width})
+        self.linear_1 = column(build, width, {"linear_1": spec.hidden}, bias=spec.bias)
+        self.linear_2 = row(build, spec.hidden, "linear_2", spec.hidden, bias=spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        normal = self.norm(states)
+        parts = torch.split(normal, [grid.cells for grid in grids])
+        merged = torch.cat([self._merged(part, grid) for part, grid in zip(parts, grids, strict=True)])
+        rows: Tensor = self.linear_2(self.activation(self.linear_1(self.merging_layer(merged))))
+        return rows
+
+    def _merged(self, states: Tensor, grid: Grid) -> Tensor:
+        """Neighbouring states side by side, those of a channel next to each other: `[tokens, width * merge^2]`."""
+        size = self.merge
+        squares = states.view(grid.rows // size, size, grid.columns // size, size, -1)
+        return squares.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)
+
+
+class PatchRope(Module):
+    """The cosines and signed sines of patches by their rows and columns."""
+
+    def __init__(self, spec: PatchRopeSpec, build: Build) -> None:
+        super().__init__()
+        planes = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=build.device)
+        inverse = spec.theta ** -(planes / spec.dim)
+        self._of_rows, self._of_columns = inverse[::2], inverse[1::2]
+        self._dtype = build.dtype
+
+    def forward(self, grids: Sequence[Grid]) -> Rotation:
+        """The rotation of all patches, row by row."""
+        angles = torch.cat([self._angles(grid) for grid in grids])
+        cosine, sine = angles.cos(), angles.sin()
+        whole = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+        return Rotation(*(part.unsqueeze(1).to(self._dtype) for part in whole))
+
+    def _angles(self, grid: Grid) -> Tensor:
+        device = self._of_rows.device
+        rows, columns = (torch.arange(count, dtype=torch.float32, device=device) for count in grid)
+        by_row = (rows[:, None] * self._of_rows)[:, None].expand(-1, grid.columns, -1)
+        by_column = (columns[:, None] * self._of_columns)[None].expand(grid.rows, -1, -1)
+        return torch.cat((by_row, by_column), -1).flatten(0, 1)
+
+
+class VisionTower(WeightedModel):
+    """An encoder of images over a flat line of patches, each of which sees those of its own image."""
+
+    def __init__(self, spec: VisionSpec, build: Build) -> None:
+        super().__init__(spec.tower, build)
+        self.vision = spec
+        width = spec.tower.hidden_size
+        self.patches = Patches(spec, build)
+        self.ln_pre = Norm(spec.tower.norm, width, "ln_pre", build)
+        self.layers = nn.ModuleList(
+            SequentialLayer(Places(index, 0), spec.tower, layer, build.at(f"layers.{index}"))
+            for index, layer in enumerate(spec.tower.layers)
+        )
+        self.projector = Projector(spec.projector, width, build)
+        self.rope = PatchRope(spec.rope, build)
+
+    def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: Attend) -> Tensor:
+        """The rows `[N, hidden of the language model]` of images, one after the other.
+
+        `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized.
+        """
+        hidden, update = self.ln_pre(self.patches(pixels.to(self.build.dtype))), None
+        step = StepContext(self.rope(grids), attend)
+        for layer in self.layers:
+            hidden, update = layer(hidden, update, step)
+        states = hidden if update is None else hidden + update
+        rows: Tensor = self.projector(states, grids)
+        return rows
+
+
+def load_vision(
+    folder: Path, spec: VisionSpec, dtype: torch.dtype, device: torch.device, *, dummy: bool = False
+) -> VisionTower:
+    """Builds the encoder of images and loads its weights. Raises CorruptCheckpoint."""
+
+    def make(tower: ModelSpec, build: Build) -> VisionTower:
+        return VisionTower(replace(spec, tower=tower), build)
+
+    build = Build(dtype, device, 1, linear=LinearMethods(Unquantized()))
+    return filled_model(make, spec.tower, build, folder, None if dummy else read_headers(folder))
