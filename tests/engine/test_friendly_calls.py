@@ -134,7 +134,7 @@ def test_a_closed_engine_says_so_and_holds_nothing() -> None:
         lambda: llm.generate("Once"),
         lambda: next(llm.stream("Once")),
         llm.statistics,
-        lambda: llm.score([("a", "b")]),
+        lambda: llm.score([("a", " b")]),
     ):
         with pytest.raises(EngineClosed, match="the engine is closed: make another one"):
             call()

@@ -36,13 +36,11 @@ LATEST = ":latest"
 """The tag that ollama adds to a model's name without one."""
 OPTIONS = PARAMETERS - {"beam_width", "structured"}
 """Sampling parameters that `options` may hold; other options are ignored."""
-REFUSED = {
-    "images": "this model takes text only",
-    "template": "the model's own is used",
-}
+REFUSED = {"template": "the model's own is used"}
+NO_IMAGES = "this model takes text only; leave them out"
 KNOWN = frozenset(
     {"model", "name", "messages", "tools", "prompt", "system", "raw", "context", "format", "options", "stream", "think"}
-    | {"suffix", "logprobs", "top_logprobs", "keep_alive", *REFUSED, *COMMON_FIELDS}
+    | {"suffix", "images", "logprobs", "top_logprobs", "keep_alive", *REFUSED, *COMMON_FIELDS}
 )
 
 
@@ -72,10 +70,13 @@ def read_body(body: Mapping[str, Any], url: str) -> OllamaBody:
     prompt, context = typed(body, "prompt", str, ""), typed(body, "context", list, [])
     messages = _messages(typed(body, "messages", list, [])) if url == CHAT else []
     suffix = _suffix(body, url)
-    if url == GENERATE and prompt and not suffix:
+    images = body.get("images") or []
+    if images and (url == CHAT or suffix or typed(body, "raw", bool, False)):
+        raise HttpError(400, "images stand in messages, or beside a prompt that is neither raw nor has a suffix")
+    if url == GENERATE and (prompt or images) and not suffix:
         system = typed(body, "system", str, "")
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
+        messages += _messages([{"role": "user", "content": prompt, "images": images}])
     tools, variables = read_tools(body.get("tools") if url == CHAT else None), _thinking(body.get("think"))
     conversation = None
     is_raw = typed(body, "raw", bool, False) and url == GENERATE
@@ -126,7 +127,7 @@ def _thinking(think: object) -> dict[str, Any]:
 def _images(images: object, place: str) -> list[MediaPart]:
     """Returns the images beside the text of a message."""
     each = images if isinstance(images, list) else [images]
-    return [MediaPart("image", image, f"{place}: {REFUSED['images']}; leave them out") for image in each]
+    return [MediaPart("image", image, f"{place}: {NO_IMAGES}") for image in each]
 
 
 def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -138,7 +139,7 @@ def _messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
             raise InvalidRequest(f"messages[{number}] is {shown(message)}: it must be an object")
         plain = {"content": "", **{name: value for name, value in message.items() if value is not None}}
         if images := plain.pop("images", None):
-            plain["content"] = [plain["content"], *_images(images, f"messages[{number}].images")]
+            plain["content"] = [*_images(images, f"messages[{number}].images"), plain["content"]]
         tool = plain.pop("tool_name", None)
         thinking = plain.pop("thinking", None)
         calls = plain.get("tool_calls")

@@ -156,7 +156,7 @@ class InputProcessor:
             read = PromptInput(as_list(prompt))
         self._check_tokens(read.token_ids)
         _check_contents(read, self.model)
-        if read.attachments:
+        if self.model.reads_images:
             self.images.check(read)
         return read
 

@@ -17,9 +17,9 @@ from kvern.text.content import MediaPart, kind_of, part_text
 Message = Mapping[str, Any]
 
 
-def has_images(messages: Sequence[Message]) -> bool:
-    """Returns whether a part of some message is an image."""
-    return any(_is_image(part) for message in messages for part in _parts(message))
+def concerns_images(messages: Sequence[Message], mark: str) -> bool:
+    """Returns whether a part of some message is an image, or a text has the template's placeholder, `mark`."""
+    return any(_is_image(part) or mark in _text(part) for message in messages for part in _parts(message))
 
 
 class Pictures:
@@ -32,7 +32,7 @@ class Pictures:
         self.messages = [self._shown(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
     def _shown(self, message: Message, place: str) -> Message:
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, str):
             return {**message, "content": self._plain(content)}
         if not isinstance(content, list):
@@ -44,7 +44,8 @@ class Pictures:
             return {"type": "text", "text": self._plain(part)}
         if _is_image(part):
             sent: Any = part.sent if isinstance(part, MediaPart) else part
-            self._files.append(self._reader.read(sent, place))
+            held = sent if isinstance(sent, Mapping) else {"image": sent}
+            self._files.append(self._reader.read(held, place))
             return {"type": "image"}
         if isinstance(part, MediaPart):
             return {"type": "text", "text": part_text(part)}
@@ -66,8 +67,13 @@ class Pictures:
 
 
 def _parts(message: Message) -> Sequence[object]:
-    content = message.get("content")
-    return content if isinstance(content, list) else ()
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, list) else [content]
+
+
+def _text(part: object) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    return text if isinstance(text, str) else ""
 
 
 def _is_image(part: object) -> bool:

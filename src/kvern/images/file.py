@@ -4,11 +4,13 @@ Formats are JPEG, PNG, WebP and GIF, of which the first frame counts. EXIF's ori
 lie on white, and 16-bit grey keeps its range.
 """
 
+import contextlib
 import hashlib
 import io
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 import numpy.typing
@@ -23,8 +25,18 @@ LARGEST_FILE = 20 << 20
 MOST_PIXELS = 50_000_000
 LONGEST_SIDE = 16_384
 MOST_RATIO = 200
+TURNS: Mapping[object, str] = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""What turns a picture upright, by EXIF's orientation, under Pillow's names."""
 TURNED = (5, 6, 7, 8)
-"""The values of EXIF's orientation with which width and height change places."""
+"""The orientations with which width and height change places."""
 ORIENTATION = 0x0112
 GREY_16 = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 Pixels = numpy.typing.NDArray[numpy.uint8]
@@ -52,7 +64,7 @@ def read_file(data: bytes, place: str) -> ImageFile:
         )
     image = _opened(data, place)
     width, height = image.size
-    if image.getexif().get(ORIENTATION) in TURNED:
+    if _orientation(image) in TURNED:
         width, height = height, width
     said = f"{place}: the image has {width} x {height} pixels"
     if width * height > MOST_PIXELS or max(width, height) > LONGEST_SIDE:
@@ -64,13 +76,16 @@ def read_file(data: bytes, place: str) -> ImageFile:
 
 def pixels_of(file: ImageFile, width: int, height: int, resample: int) -> Pixels:
     """Decodes a file and resizes it by one of Pillow's filters: `[height, width, 3]`. Raises InvalidRequest."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    image: Any = _opened(file.data, "an image")
+    image = _opened(file.data, "an image")
+    turn = TURNS.get(_orientation(image))
     try:
-        image = _on_white(ImageOps.exif_transpose(image))
+        image = _on_white(image)
     except (OSError, SyntaxError, ValueError, MemoryError) as error:
         raise InvalidRequest(f"an image cannot be decoded: {' '.join(str(error).split())[:200]}") from None
+    if turn is not None:
+        image = image.transpose(Image.Transpose[turn])
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling(resample))
     return numpy.asarray(image)
@@ -91,6 +106,16 @@ def _opened(data: bytes, place: str) -> "Image":
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         reason = "" if isinstance(error, UnidentifiedImageError) else f" ({' '.join(str(error).split())[:100]})"
         raise InvalidRequest(f"{place}: this is no image in one of the formats {', '.join(FORMATS)}{reason}") from None
+
+
+def _orientation(image: "Image") -> object:
+    """EXIF's orientation, as far as it stands before the pixels: Pillow would decode a PNG to look behind them."""
+    from PIL.Image import Exif
+
+    found = Exif()
+    with contextlib.suppress(Exception):  # of whatever the file has there
+        found.load(image.info.get("exif") or b"")
+    return found.get(ORIENTATION)
 
 
 def _on_white(image: "Image") -> "Image":

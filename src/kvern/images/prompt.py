@@ -44,7 +44,10 @@ class ImageReader:
         wanted = sum(self.settings.tokens(file).cells for file in files)
         found = prompt.token_ids.count(self.spec.image_id)
         if found != wanted:
-            raise InvalidRequest(f"the prompt has {found} tokens of images, and its {len(files)} images have {wanted}")
+            raise InvalidRequest(
+                f"the prompt has {found} times the token {self.mark}, and its {len(files)} images have {wanted}: send "
+                "a conversation"
+            )
 
     def read(self, part: Mapping[str, Any], place: str) -> ImageFile:
         """Returns the image in a part of a message. Raises InvalidRequest."""

@@ -1,13 +1,17 @@
-"""The models that read images, by their model types: functions from a `config.json` to a `VisionSpec`."""
+"""The models that read images: a function from a `config.json` to a `VisionSpec` for each model type."""
+
+from typing import TYPE_CHECKING
 
 from kvern.models.registry import Config
 from kvern.plugins import imported
-from kvern.spec.vision import VisionSpec
+
+if TYPE_CHECKING:
+    from kvern.spec.vision import VisionSpec
 
 VISION = {"mistral3": "kvern.models.families.pixtral:mistral3"}
 
 
-def vision_of(config: Config) -> VisionSpec | None:
+def vision_of(config: Config) -> "VisionSpec | None":
     """Returns the description of a checkpoint's encoder of images; None: it has none that kvern knows.
 
     Raises UnsupportedModel.

@@ -224,9 +224,10 @@ class Chat:
         """The images of a conversation; None: there are none, or the model reads none. Raises InvalidRequest."""
         if self._images is None:
             return None
-        from kvern.images.conversation import Pictures, has_images
+        from kvern.images.conversation import Pictures, concerns_images
 
-        return Pictures(messages, self._images()) if has_images(messages) else None
+        reader = self._images()
+        return Pictures(messages, reader) if concerns_images(messages, reader.mark) else None
 
     def written(
         self,

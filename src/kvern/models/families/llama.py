@@ -43,7 +43,7 @@ def ministral3(config: Config) -> ModelSpec:
 
 
 def mistral3(config: Config) -> ModelSpec:
-    """The language model of the multimodal checkpoints; images are not read."""
+    """The language model of the multimodal checkpoints; `families/pixtral.py` describes their encoder of images."""
     text = text_config(config, "mistral")
     families = {"mistral": mistral, "ministral3": ministral3}
     if text["model_type"] not in families:

@@ -174,6 +174,7 @@ def capabilities(engine: ServedEngine) -> list[str]:
         "insert": not model.is_encoder and infill_of(client.tokenizer) is not None,
         "tools": tools is not None and "tools" in template,
         "thinking": thinking is not None,
+        "vision": model.reads_images,
     }
     return [name for name, is_so in can.items() if is_so]
 

@@ -1,0 +1,259 @@
+"""Models that read images, against transformers: pixels, prompts, answers, the prefix cache, and what they refuse."""
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+
+from kvern import LLM, PromptInput, RequestOutput, SamplingParams
+from kvern.errors import InvalidRequest
+from kvern.images.file import read_file
+from kvern.images.settings import Grid, settings_of
+from kvern.models.image_models import vision_of
+from kvern.models.loader import read_config
+from tests.support.idle import is_idle
+from tests.support.internals import runner_of
+from tests.support.served import Served, serving
+from tests.support.vision_models import MERGE, PATCH, expected_logprobs, expected_pixels, make_mistral3, picture
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+SIZES = [(1, 1), (1, 40), (40, 1), (2, 199), (27, 28), (28, 28), (29, 27), (140, 140), (141, 139)]
+SIZES += [(3 + 17 * number % 230, 5 + 41 * number % 310) for number in range(30)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mistral3(tmp_path_factory.mktemp("vision") / "model")
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    return LLM(
+        str(folder), **{"dtype": "float32", "threads": 1, "max_model_len": 512, "max_batch_requests": 8} | options
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with engine(folder) as llm:
+        yield llm
+
+
+def talk(*parts: Image.Image | str) -> list[dict[str, Any]]:
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def check(folder: Path, output: RequestOutput, images: list[Image.Image]) -> None:
+    """The answer's log-probabilities are those of transformers."""
+    answer, begin = output.outputs[0], len(output.prompt_token_ids)
+    expected = expected_logprobs(folder, [*output.prompt_token_ids, *answer.token_ids], images)
+    assert answer.logprobs is not None and len(answer.token_ids) == 6
+    for place, (token, entry) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+        assert entry[token].logprob == pytest.approx(float(expected[begin + place - 1, token]), abs=1e-4)
+
+
+def saved(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_pixels_are_those_of_transformers(width: int, height: int, folder: Path) -> None:
+    spec = vision_of(read_config(folder))
+    assert spec is not None
+    settings, image = settings_of(folder, spec), picture(width, height)
+    file = read_file(saved(image), "x")
+    grid, expected = settings.grid(file), expected_pixels(image)
+    assert (grid.rows * PATCH, grid.columns * PATCH) == expected.shape[1:]
+    assert settings.tokens(file) == Grid(grid.rows // MERGE, grid.columns // MERGE)
+    patches = torch.from_numpy(settings.patches(file)).view(grid.rows, grid.columns, 3, PATCH, PATCH)
+    assert torch.equal(patches.permute(2, 0, 3, 1, 4).reshape(expected.shape), expected)
+
+
+PROMPTS: list[tuple[Image.Image | str, ...]] = [
+    (picture(100, 60), "what is in this picture"),
+    ("one", picture(30, 200), "and", picture(64, 64), "two"),
+    (picture(20, 20, 1), picture(130, 90, 2), picture(20, 20, 1), "three"),
+]
+
+
+@pytest.mark.parametrize("parts", PROMPTS, ids=["one", "two", "three"])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_answers_are_those_of_transformers(
+    parts: tuple[Image.Image | str, ...], kernels: bool, folder: Path, llm: LLM
+) -> None:
+    images = [part for part in parts if not isinstance(part, str)]
+    if kernels:
+        [output] = llm.chat(talk(*parts), PARAMS)
+    else:
+        with engine(folder, cpu_kernels=False) as plain:
+            [output] = plain.chat(talk(*parts), PARAMS)
+    check(folder, output, images)
+
+
+def test_chunks_end_anywhere_within_an_image(folder: Path) -> None:
+    parts = ("what", picture(100, 60), "is", picture(60, 140), "this")
+    images = [part for part in parts if not isinstance(part, str)]
+    for tokens in (1, 2, 3, 5, 7, 11):
+        with engine(folder, max_batch_tokens=tokens, max_batch_requests=1) as llm:
+            [output] = llm.chat(talk(*parts), PARAMS)
+            check(folder, output, images)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefix_cache": False},
+        {"kv_cache_tokens": 96, "block_size": 4, "max_model_len": 96},
+        {"kv_cache": "contiguous", "batching": "static"},
+        {"proposer": "ngram"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"quantization": "int8"},
+    ],
+    ids=str,
+)
+def test_switches_change_nothing(options: dict[str, Any], folder: Path, llm: LLM) -> None:
+    conversations = [talk(picture(90, 40 + 10 * seed, seed), "what is this") for seed in range(4)]
+    with engine(folder, **options) as other:
+        found = other.chat(conversations, PARAMS)
+        if options.get("tensor_parallel_size") is None and options.get("pipeline_parallel_size") is None:
+            assert is_idle(other)
+    expected = llm.chat(conversations, PARAMS)
+    if "quantization" not in options:
+        assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+    assert [output.prompt_token_ids for output in found] == [output.prompt_token_ids for output in expected]
+
+
+def test_the_cache_knows_images_by_their_content(folder: Path) -> None:
+    """Equal images are read once, and another image with the same text is another prompt."""
+    one, other = picture(100, 60, 5), picture(100, 60, 6)
+    with engine(folder) as llm:
+        rows = runner_of(llm).model.embeddings
+        first, again, changed = (llm.chat(talk("see", image, "what"), PARAMS)[0] for image in (one, one, other))
+        assert first.outputs == again.outputs and first.cached_tokens == 0
+        assert again.cached_tokens == len(again.prompt_token_ids) - 1
+        before = again.prompt_token_ids.index(3)
+        assert changed.cached_tokens == before and changed.outputs[0].logprobs != first.outputs[0].logprobs
+        assert rows.encoded == 2
+        check(folder, changed, [other])
+        [behind] = llm.chat(talk("see", one, "what else is there"), PARAMS)
+        assert behind.cached_tokens > before and rows.encoded == 2
+        check(folder, behind, [one])
+        [swapped] = llm.chat(talk("a", one, other), PARAMS)
+        expected = expected_logprobs(folder, swapped.prompt_token_ids, [other, one])
+        token, entries = swapped.outputs[0].token_ids[0], swapped.outputs[0].logprobs or []
+        assert abs(float(expected[-1, token]) - entries[0][token].logprob) > 1e-3, "images that are swapped are others"
+
+
+def test_several_answers_and_beams(folder: Path, llm: LLM) -> None:
+    image = picture(70, 90)
+    [several] = llm.chat(talk(image, "what"), PARAMS.replace(n=3, temperature=1.0, seed=1))
+    assert len({tuple(answer.token_ids) for answer in several.outputs}) > 1
+    for answer in several.outputs:
+        expected = expected_logprobs(folder, [*several.prompt_token_ids, *answer.token_ids], [image])
+        begin = len(several.prompt_token_ids)
+        for place, token in enumerate(answer.token_ids):
+            entry = (answer.logprobs or [])[place][token]
+            assert entry.logprob == pytest.approx(float(expected[begin + place - 1, token]), abs=1e-4)
+    [beams] = llm.chat(talk(image, "what"), SamplingParams(beam_width=3, n=2, max_tokens=4))
+    best = beams.outputs[0]
+    expected = expected_logprobs(folder, [*beams.prompt_token_ids, *best.token_ids], [image])
+    begin = len(beams.prompt_token_ids)
+    total = sum(float(expected[begin + place - 1, token]) for place, token in enumerate(best.token_ids))
+    assert best.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_placeholders_of_clients_are_text(folder: Path, llm: LLM) -> None:
+    image = picture(40, 40)
+    [output] = llm.chat(talk("[IMG] is text", image, "and [IMG][IMG_BREAK] too"), PARAMS)
+    assert output.prompt_token_ids.count(3) == 4
+    assert "[IMG] is text" in llm.tokenizer.decode(output.prompt_token_ids, False)
+    check(folder, output, [image])
+    [plain] = llm.chat([{"role": "user", "content": "what is [IMG]"}], PARAMS)
+    assert 3 not in plain.prompt_token_ids
+    for prompt in ("what is [IMG]", [5, 3, 6], PromptInput([5, 3, 6], (saved(image),))):
+        with pytest.raises(InvalidRequest, match=r"the prompt has 1 times the token \[IMG\]"):
+            llm.generate(prompt, PARAMS)
+
+
+def test_bad_images_are_refused_by_their_place(llm: LLM) -> None:
+    for parts, said in (
+        ([{"type": "image", "image": b"x"}], r"messages\[0\].content\[0\]: this is no image"),
+        ([{"type": "text", "text": "a"}, {"type": "image", "image": 5}], r"messages\[0\].content\[1\]: the image is 5"),
+        ([{"type": "image", "image": picture(8, 8)}] * 33, "the conversation has 33 images: at most 32 are read"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            llm.chat([{"role": "user", "content": parts}], PARAMS)
+    lying = saved(picture(64, 64))
+    broken, good = [{"type": "image", "image": lying[:2000]}], talk(picture(30, 30), "what")
+    found = llm.chat([[{"role": "user", "content": broken}], good], PARAMS, on_error="return")
+    assert "cannot be decoded" in str(found[0].failure) and found[1].failure is None
+    assert is_idle(llm)
+
+
+def test_images_do_not_fit_a_short_context(folder: Path) -> None:
+    with engine(folder, max_model_len=32) as llm, pytest.raises(InvalidRequest, match="32"):
+        llm.chat(talk(picture(140, 140), picture(140, 140), "what"), PARAMS)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Served]:
+    options = ("--dtype", "float32", "--max-model-len", "512", "--served-model-name", "sees")
+    with serving("--model", str(folder), *options) as served:
+        yield served
+
+
+def test_all_apis_take_images(server: Served, llm: LLM) -> None:
+    image = picture(100, 60)
+    plain = base64.b64encode(saved(image)).decode()
+    url = f"data:image/png;base64,{plain}"
+    [output] = llm.chat(talk(image, "what"), SamplingParams(temperature=0, max_tokens=6))
+    expected, tokens = output.outputs[0].text, len(output.prompt_token_ids)
+    client = server.client()
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what"}]
+    chat = client.chat.completions.create(
+        model="sees", messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=6
+    )
+    assert chat.choices[0].message.content == expected and chat.usage and chat.usage.prompt_tokens == tokens
+
+    def post(path: str, body: dict[str, Any]) -> Any:
+        found = httpx.post(server.url + path, json={"model": "sees", **body}, timeout=60)
+        assert found.status_code == 200, found.text
+        return found.json()
+
+    inputs = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "what"}]
+    asked = [{"role": "user", "content": inputs}]
+    answer = post("/v1/responses", {"input": asked, "temperature": 0, "max_output_tokens": 6})
+    assert answer["output"][0]["content"][0]["text"] == expected
+    source = {"type": "base64", "media_type": "image/png", "data": plain}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "what"}]
+    answer = post(
+        "/v1/messages", {"max_tokens": 6, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
+    )
+    assert answer["content"][0]["text"] == expected
+    options = {"stream": False, "options": {"num_predict": 6, "temperature": 0}}
+    answer = post("/api/chat", {"messages": [{"role": "user", "content": "what", "images": [plain]}], **options})
+    assert answer["message"]["content"] == expected
+    assert post("/api/generate", {"prompt": "what", "images": [plain], **options})["response"] == expected
+    assert "vision" in post("/api/show", {})["capabilities"]
+
+
+def test_the_server_refuses_bad_images(server: Served) -> None:
+    for url, said in (
+        ("https://example.org/a.png", "this server opens no addresses"),
+        ("data:image/png;base64,aGVsbG8=", "this is no image"),
+    ):
+        parts = [{"type": "image_url", "image_url": {"url": url}}]
+        body = {"model": "sees", "messages": [{"role": "user", "content": parts}]}
+        found = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
+        assert found.status_code == 400 and "messages[0].content[0]: " in found.text and said in found.text
