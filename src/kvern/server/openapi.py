@@ -119,7 +119,7 @@ CLAUDE = "model=model? messages!=[claude_message]+ system=text|[part]? tools=[cl
 CLAUDE += "thinking=claude_thinking?"
 CUT = "truncate_prompt_tokens=count|all?"
 COMPARED = f"{COMMON} instruction=text? {CUT} max_tokens_per_doc=count?"
-OLLAMA = "model=ollama_name? stream=bool? options=ollama_options? format=/json|object? think=bool|/low/medium/high? "
+OLLAMA = "model=ollama_name? stream=bool? options=ollama_options? format=/json|object? think=bool|text? "
 OLLAMA += "logprobs=bool? top_logprobs=few? keep_alive=any"
 OLLAMA_EMBEDDED = "model=ollama_name? dimensions=count? options=object? truncate=bool?"
 PAGE = "limit=page_size after=text"
@@ -356,7 +356,7 @@ OPERATIONS = (
         f"POST {GENERATE}",
         "Answer a text.",
         "response!=any done!=bool done_reason=text",
-        body=f"{OLLAMA} prompt=text? suffix=text? system=text? raw=bool? context=[int]?",
+        body=f"{OLLAMA} prompt=text? suffix=text? images=[text]? system=text? raw=bool? context=[int]?",
         stream=LINES,
     ),
     Operation(
