@@ -42,7 +42,7 @@ HELP = """\
 /bye, /exit        leave, as Ctrl-D does
 A message of several lines stands between lines of \"\"\". Ctrl-C stops an answer."""
 COMMANDS = ("/help", "/reset", "/clear", "/system", "/adapter", "/set", "/show", "/save", "/load", "/bye")
-COMPILING = "compiling kernels for this CPU, once, for a minute or two; Ctrl-C goes on without them, far more slowly"
+COMPILING = "compiling kernels for this CPU, only once (Ctrl-C: go on far slower)"
 QUOTES = '"""'
 SILENT_SECONDS = 1.0
 MOST_SAVED_BYTES = 64 << 20
