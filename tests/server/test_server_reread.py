@@ -219,7 +219,7 @@ def test_a_batch_rests_while_its_key_is_gone(tmp_path: Path, caplog: pytest.LogC
 def test_requests_that_outlast_the_grace_period_are_told(tmp_path: Path) -> None:
     """Streams end with an error event, whole answers with 503, and the log has two lines of it and no traceback."""
     log = tmp_path / "log"
-    with serving(*SMALL, "--grace-seconds", "1", log=log) as served:
+    with serving(*SMALL, "--grace-seconds", "1", "--log-requests", "summary", log=log) as served:
         client = served.client()
         with served.held():
             stream = client.completions.create(prompt="Once", stream=True, **LONG)
@@ -229,5 +229,8 @@ def test_requests_that_outlast_the_grace_period_are_told(tmp_path: Path) -> None
                 list(stream)
     said = log.read_text()
     assert "1 request did not end in 1 s: cut off" in said
+    assert re.search(
+        r"/v1/completions 200 key=anyone from=127.0.0.1 prompt=\d+ cached=0 answer=\d+ finish=error ", said
+    )
     assert not re.search("Traceback|Exception", said)
     assert served.process.returncode == 0

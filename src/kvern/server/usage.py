@@ -49,4 +49,4 @@ class UsageCounter:
             self._current.prompt += prompt
             self._current.cached += cached
             self._current.answer += answered
-            self._current.reasons.update(answer.finish_reason for answer in answers if answer.finish_reason)
+            self._current.reasons.update(answer.finish_reason or "error" for answer in answers)
