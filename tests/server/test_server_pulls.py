@@ -159,6 +159,7 @@ def test_only_administrators_may_change_the_models(client: ollama.Client, server
     ("name", "hub_says", "status", "said"),
     [
         ("llama3.2", {}, 400, "model is 'llama3.2': it must be a model of the Hugging Face hub, organisation/name"),
+        ("x" * 5000, {}, 400, "it must be a model of the Hugging Face hub"),
         ("../secrets", {}, 404, "is no valid hub id"),
         ("kvern-tests/other", {}, 404, "is not on http://127.0.0.1"),
         (f"{MODEL}:Q4_K_M", {}, 404, "has neither safetensors nor GGUF files"),

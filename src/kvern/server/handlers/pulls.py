@@ -17,7 +17,7 @@ from kvern.api.fields import typed
 from kvern.api.ollama import LATEST
 from kvern.errors import ConfigError, ModelNotFound
 from kvern.io.bytecode import bytecode_environment
-from kvern.models.hub import EMBEDDED_FOLDER
+from kvern.models.hub import embedded_models
 from kvern.models.hub_cache import arrived, model_folder, remove, space_for
 from kvern.models.repository import Listing, repository_of
 from kvern.server.apis import Apis
@@ -74,7 +74,7 @@ class Pulls:
     def _is_served(self, body: dict[str, Any]) -> bool:
         """True if nothing has to be downloaded for the model that a body names."""
         name = str(named(body)).removesuffix(LATEST)
-        return name in self._service.names or bool(re.fullmatch(r"[\w-]+", name) and (EMBEDDED_FOLDER / name).is_dir())
+        return name in (*self._service.names, *(folder.name for folder in embedded_models()))
 
     async def _nothing(self) -> AsyncGenerator[object]:
         yield SUCCESS
