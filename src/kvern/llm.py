@@ -2,11 +2,12 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, ClassVar, Literal, Self, Unpack
 
 from kvern.config import EngineConfig
 from kvern.engine.embedding import embedding_of
@@ -41,7 +42,7 @@ from kvern.serving.chats import (
 )
 from kvern.serving.python_api import PythonApi
 from kvern.serving.several import SeveralEngines
-from kvern.serving.shared_engine import SharedEngine
+from kvern.serving.shared_engine import SharedEngine, check_process
 from kvern.spec.model import ModelSpec
 from kvern.tools.chat import DEFAULT_PROMPT, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse
@@ -66,14 +67,20 @@ class LLM(PythonApi):
         llm.generate("Once upon a time")[0].outputs[0].text
 
     Keyword arguments are the fields of EngineConfig; vLLM's names for them are taken as well. Raises KvernError
-    subclasses. Several threads may use it: their requests share batches. A process forked from this one may not: it
-    gets EngineDied.
+    subclasses. Several threads may use it: their requests share batches. A process forked from this one may not, nor
+    make another one: it gets EngineDied.
     """
+
+    _process: ClassVar[int | None] = None
+    """The process that had the first engine in itself: torch's threads wait for ever in those forked from it."""
 
     @takes_options(EngineConfig)
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = engine_config(model, options)
         several = config.data_parallel_size > 1 or config.executor == "ray"
+        if not several:
+            LLM._process = LLM._process or os.getpid()
+            check_process(LLM._process)
         self._engine = SeveralEngines(config) if several else Engine(config)
         self._shared = SharedEngine(self._engine)
         self._numbers = itertools.count()

@@ -40,11 +40,15 @@ def answer():
 before = answer()[0].outputs
 child = os.fork()
 if not child:
-    try:
-        answer()
-    except EngineDied as error:
-        sys.exit(7 if f"this is process {os.getpid()}, which was forked" in str(error) else 8)
-    sys.exit(9)
+    for call in (answer, lambda: LLM(sys.argv[1], **options)) if kind == "plain" else (answer,):
+        try:
+            call()
+        except EngineDied as error:
+            if f"this is process {os.getpid()}, which was forked" not in str(error):
+                sys.exit(8)
+        else:
+            sys.exit(9)
+    sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert answer()[0].outputs == before
 llm.close()

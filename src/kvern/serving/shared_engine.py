@@ -23,9 +23,9 @@ def check_process(made_in: int) -> None:
     """Raises EngineDied in another process than the one in which an engine was made."""
     if os.getpid() != made_in:
         raise EngineDied(
-            f"this engine was made in process {made_in}, and this is process {os.getpid()}, which was forked from it: "
-            "threads, locks and devices of an engine do not go along. Make the LLM in the new process, or start that "
-            "with multiprocessing's method 'spawn'"
+            f"an engine was made in process {made_in}, and this is process {os.getpid()}, which was forked from it: "
+            "threads, locks and devices do not go along, neither to that engine nor to a new one. Start the process "
+            "with multiprocessing's method 'spawn', or fork before the first LLM is made"
         )
 
 
