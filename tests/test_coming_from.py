@@ -1,5 +1,7 @@
 """docs/coming-from.md, row by row."""
 
+import ast
+import asyncio
 import re
 import shlex
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvern import LLM, RequestOutput, SamplingParams, StructuredOutput
+from kvern import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutput
 from kvern.cli.main import COMMANDS, read_command
 from kvern.errors import ConfigError, KvernError
 from kvern.models.hub import resolve_model
@@ -28,8 +30,8 @@ def rows(heading: str) -> list[tuple[str, str]]:
 
 def test_all_tables_are_tested() -> None:
     tables = re.findall(r"^\| (.*?) \|.*\n\|---", PAGE.read_text(), re.M)
-    assert len(tables) == 6
-    assert all(len(rows(heading)) > 4 for heading in tables)
+    assert len(tables) == 8
+    assert all(len(rows(heading)) > 3 for heading in tables)
 
 
 def code(cell: str) -> str:
@@ -74,6 +76,21 @@ def test_sampling_parameters(theirs: str, ours: str) -> None:
         assert {name: getattr(params, name) for name in given} == given
 
 
+@pytest.mark.parametrize(("theirs", "ours"), rows("import in vLLM"))
+def test_imports(theirs: str, ours: str) -> None:
+    found: dict[str, Any] = {}
+    replaced = re.sub(r"from vllm\S*", "from kvern", code(theirs))
+    if ours.startswith("refused"):
+        with pytest.raises(ImportError, match=re.escape(ours.removeprefix("refused: "))):
+            exec(replaced, found)
+        return
+    exec(code(ours), found)
+    assert all(callable(value) for name, value in found.items() if name != "__builtins__")
+    if replaced != code(ours):
+        with pytest.raises(ImportError, match="kvern has no "):
+            exec(replaced, {})
+
+
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Any]]:
     """What the page's expressions are about."""
@@ -84,8 +101,12 @@ def names() -> Iterator[dict[str, Any]]:
     folder = resolve_model(MODEL)
     pipe = transformers.pipeline("text-generation", str(folder), dtype="float32")
     with LLM(MODEL, dtype="float32", threads=1, max_model_len=256, max_batch_requests=8) as llm:
+        logged = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+        *_, output = (llm.generate([*range(300, 340)], logged)[0] for _ in range(2))
         yield {
             "llm": llm,
+            "output": output,
+            "answer": output.outputs[0],
             "pipe": pipe,
             "params": params,
             "prompts": ["Once", "Long ago"],
@@ -105,12 +126,24 @@ def plain(value: Any) -> Any:
 def test_calls(theirs: str, ours: str, names: dict[str, Any]) -> None:
     if ours.startswith("refused"):
         with pytest.raises((KvernError, AttributeError), match=re.escape(ours.removeprefix("refused: "))):
-            eval(code(theirs), names)
+            exec(code(theirs), names)
         return
     expected = plain(eval(code(theirs), names))
     assert expected
     if ours != "the same":
         assert plain(eval(code(ours), names)) == expected
+
+
+def test_asynchronous_calls() -> None:
+    async def main() -> None:
+        async with AsyncLLM(MODEL, max_num_seqs=4, max_model_len=64, enable_log_requests=False) as engine:  # type: ignore[call-arg]
+            names = {"engine": engine, "params": SamplingParams(temperature=0, max_tokens=4)}
+            for theirs, ours in rows("with `engine"):
+                call = compile(code(theirs), "call", "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                with pytest.raises((KvernError, AttributeError), match=re.escape(ours.removeprefix("refused: "))):
+                    await eval(call, names)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [*rows("ollama |"), *rows("llama.cpp |")])

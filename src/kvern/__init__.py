@@ -54,8 +54,25 @@ _MODULES = {
     "register_family": "kvern.models.registry",
 }
 
+_INSTEAD = {
+    "AsyncLLMEngine": "it is AsyncLLM(MODEL, ...), and its generate is async for output in llm.stream(prompt, params)",
+    "AsyncEngineArgs": "AsyncLLM takes the arguments itself",
+    "LLMEngine": "it is LLM, whose stream() gives growing outputs",
+    "EngineArgs": "LLM takes the arguments itself",
+    "LoRARequest": "give LLM(adapters={NAME: FOLDER}), and adapter=NAME in calls",
+    "BeamSearchParams": "beam_search takes a mapping, such as {'beam_width': 4, 'max_tokens': 64}",
+    "StructuredOutputsParams": "it is StructuredOutput",
+    "GuidedDecodingParams": "it is StructuredOutput",
+    "PoolingParams": "embed takes dimensions and truncate_prompt_tokens itself",
+    "TokensPrompt": "a prompt is a text, a list of token ids, or {'prompt_token_ids': IDS}",
+    "TextPrompt": "a prompt is a text, a list of token ids, or {'prompt': TEXT}",
+}
+"""vLLM's names that are none of kvern's."""
+
 
 def __getattr__(name: str) -> Any:
+    if name in _INSTEAD:  # an AttributeError's text is lost on the way through `from kvern import ...`
+        raise ImportError(f"kvern has no {name}: {_INSTEAD[name]}")
     if name not in _MODULES:
         raise AttributeError(f"module 'kvern' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -133,6 +133,7 @@ class AsyncLLM(PythonApi):
         outputs = checked(await self._all(several, [None] * len(several), None, embed=True))
         return [output.embedding or b"" for output in outputs]
 
+    @takes_other_names
     async def score(
         self, pairs: Sequence[Pair], *, add_special_tokens: bool = True, adapter: AdapterChoice = None
     ) -> list[Score]:
@@ -183,6 +184,7 @@ class AsyncLLM(PythonApi):
                 answer.message = chat.message(answer.text)
         return checked(outputs, on_error)
 
+    @takes_other_names
     async def stream(
         self,
         prompt: Prompt,

@@ -192,6 +192,7 @@ class LLM(PythonApi):
         outputs = self._all(several, [None] * len(several), progress, embed=True)
         return [output.embedding or b"" for output in outputs]
 
+    @takes_other_names
     def relevance(self, pairs: Sequence[tuple[str, str]], *, progress: bool = False) -> list[float]:
         """Returns the relevance of the second text of each pair to the first, by an encoder that reads both together.
 
@@ -206,6 +207,7 @@ class LLM(PythonApi):
         outputs = self._all(prompts, [None] * len(prompts), progress, embed=True)
         return [way.score(output.embedding or b"") for output in outputs]
 
+    @takes_other_names
     def score(
         self,
         pairs: Sequence[Pair],

@@ -1,16 +1,20 @@
 """LLM in the words of other libraries: mappings of parameters, and calls as pipelines of transformers have them."""
 
 import asyncio
+import copy
 import inspect
+import pickle
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from kvern import LLM, AsyncLLM, EngineConfig, SamplingParams
+from kvern import LLM, AsyncLLM, EngineConfig, SamplingParams, StructuredOutput
 from kvern.errors import ConfigError, EngineClosed, InvalidParameter, InvalidRequest, RequestFailed
 from kvern.options.arguments import engine_config
 from tests.support.internals import engine_of
@@ -169,6 +173,60 @@ def test_async_verbs_have_the_same_names() -> None:
                 await llm.classify("Once")
 
     asyncio.run(main())
+
+
+@dataclass
+class Form:
+    """A form of answers as an object of another library."""
+
+    json: dict[str, Any] | str | None = None
+    choice: list[str] | None = None
+    disable_any_whitespace: bool = False
+    _backend: str | None = None
+
+
+class Beams(msgspec.Struct):
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+
+def test_objects_of_other_libraries_are_read_by_their_fields(llm: LLM) -> None:
+    given: Any = {"structured_outputs": Form(choice=["yes", "no"], _backend="auto")}
+    assert SamplingParams(**given) == SamplingParams(structured=StructuredOutput(choice=["yes", "no"]))
+    beams: Any = Beams(2, 4)
+    [found] = llm.beam_search("Once", beams)
+    assert found.outputs == llm.beam_search("Once", {"beam_width": 2, "max_tokens": 4})[0].outputs
+    wrong: Any = 3
+    for call in (llm.generate, llm.beam_search, llm.chat):
+        with pytest.raises(InvalidParameter, match="sampling_params is 3: give SamplingParams, or a mapping"):
+            call("Once" if call != llm.chat else TALK, wrong)
+    given = {"structured": Form(choice=["a"], disable_any_whitespace=True)}
+    with pytest.raises(InvalidParameter, match="unknown field `disable_any_whitespace`"):
+        SamplingParams(**given)
+
+
+def test_prompts_are_written_as_transformers_writes_them(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    written = tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert written == tokenizer.chat_prompt(TALK, add_generation_prompt=False)
+    assert tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False) == llm.chat_prompt(TALK)
+    with pytest.raises(InvalidRequest, match="apply_chat_template has no return_tensors"):
+        tokenizer.apply_chat_template(TALK, return_tensors="pt")
+
+
+def test_outputs_are_plain_data(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=1)
+    outputs = llm.generate("Once", params)
+    assert pickle.loads(pickle.dumps(outputs)) == copy.deepcopy(outputs) == outputs
+    assert pickle.loads(pickle.dumps(params)) == params
+    for name, said in (("metrics", "queue_seconds is the wait"), ("sequenes", "has no attribute 'sequenes'$")):
+        with pytest.raises(AttributeError, match=said):
+            getattr(outputs[0], name)
+    with pytest.raises(AttributeError, match="has no attribute 'lora_request': adapters are"):
+        getattr(outputs[0].outputs[0], "lora_request")  # noqa: B009
 
 
 def test_names_of_sampling_parameters() -> None:

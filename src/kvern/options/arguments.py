@@ -74,6 +74,8 @@ def _option(name: str, value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
         hint = nearest(name, types) or "the options are the fields of kvern.EngineConfig"
         raise ConfigError(f"there is no option {name}: {hint}")
     if getattr(rule, "option", "adapter") not in {*types, "adapter"}:
+        if value is None or value is False:
+            return {}
         raise ConfigError(f"{name} is an option of the server, and this is none: give it to kvern serve")
     notes: list[str] = []
     try:

@@ -1,5 +1,6 @@
-"""Names that sampling parameters have in other engines, and the forms of answers as vLLM writes them."""
+"""Names that sampling parameters and outputs have in other engines, and the forms of answers as vLLM writes them."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -43,10 +44,58 @@ REFUSED_IN_PYTHON: Mapping[str, tuple[tuple[object, ...], str]] = {
     "flat_logprobs": ((False,), "log-probabilities are lists of mappings; leave it out"),
     "spaces_between_special_tokens": ((True, False), ""),
     "skip_clone": ((True, False), ""),
+    "thinking_token_budget": ((None,), "it is thinking_budget, an argument of chat"),
+    "skip_reading_prefix_cache": ((None, False), "call reset_prefix_cache() before"),
+    "repetition_detection": ((None,), "give repetition_penalty or dry_multiplier"),
 }
 """Names of vLLM's and transformers' parameters with the values that change nothing, and the advice of the refusal."""
 WITHOUT_CHOICE = {"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "json_object"}
 """Switches of vLLM's `structured_outputs` that change nothing if they are false."""
+
+MISSING = {
+    "sleep": "close it and make another one, which is ready in seconds",
+    "wake_up": "there is no sleep: make another LLM, which is ready in seconds",
+    "collective_rpc": "kvern's ranks take steps alone, no calls",
+    "apply_model": "the model is in a process of its own as often as not: read weights from its folder",
+    "start_profile": "use torch.profiler around the calls",
+    "stop_profile": "use torch.profiler around the calls",
+    "get_metrics": "statistics() has the engine's counters",
+    "reward": "score() and relevance() judge texts",
+    "llm_engine": "LLM has the engine's verbs itself, and max_model_len, config and spec",
+    "model_config": "max_model_len, config and spec describe the model",
+    "set_tokenizer": "give tokenizer=FOLDER to LLM",
+    "from_engine_args": "give the arguments to the class itself",
+    "add_request": "stream() is a request, and leaving its loop ends it",
+    "abort": "leaving the loop of stream(), or cancelling the task, ends a request",
+    "shutdown": "it is close()",
+    "check_health": "calls raise EngineUnavailable if engines keep dying",
+    "errored": "calls raise EngineUnavailable if engines keep dying",
+    "add_lora": "it is load_adapter(NAME, FOLDER)",
+    "metrics": "queue_seconds is the wait before the first step; statistics() has the engine's counters",
+    "lora_request": "adapters are arguments of calls, and outputs come in the order of the prompts",
+    "sequences": "beams are outputs, whose text, token_ids and cumulative_logprob are those after the prompt",
+    "encoder_prompt": "a prompt has one part",
+    "encoder_prompt_token_ids": "a prompt has one part",
+    "clone": "parameters do not change; replace(NAME=VALUE) returns others",
+}
+"""vLLM's attributes that LLM, AsyncLLM and outputs do not have, and what there is instead."""
+
+
+def missing(owner: str, name: str) -> AttributeError:
+    """Returns the error for an attribute that there is not."""
+    instead = f": {MISSING[name]}" if name in MISSING else ""
+    return AttributeError(f"{owner!r} object has no attribute {name!r}{instead}")
+
+
+def fields_of(value: object) -> object:
+    """Returns an object of another library, such as vLLM's BeamSearchParams, as a mapping; other values unchanged."""
+    if isinstance(value, msgspec.Struct):
+        names = [*value.__struct_fields__]
+    elif dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+    else:
+        return value
+    return {name: getattr(value, name) for name in names if not name.startswith("_")}
 
 
 def own_parameters(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

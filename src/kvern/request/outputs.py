@@ -1,9 +1,10 @@
 """Outputs for users: the answers to a prompt, growing or complete."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvern.errors import InvalidParameter, RequestFailed, shown
+from kvern.request.other_names import missing
 from kvern.request.pieces import Message
 from kvern.request.request import FinishReason
 from kvern.request.step import TokenLogprobs
@@ -32,6 +33,11 @@ class CompletionOutput:
     message: Message | None = None
     """The answer to a conversation in parts: content, reasoning, tool calls."""
 
+    if not TYPE_CHECKING:  # a checker knows the names that there are
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(type(self).__name__, name)
+
 
 @dataclass
 class RequestOutput:
@@ -51,6 +57,11 @@ class RequestOutput:
     """The seconds from arrival at the engine to the first step that computed some of it."""
     embedding: bytes | None = None
     """The last hidden state of the prompt, float32, little-endian, if it is wanted."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """`cached_tokens`, under the name that vLLM has for it."""
+        return self.cached_tokens
 
     @property
     def failure(self) -> str | None:
@@ -73,6 +84,11 @@ class RequestOutput:
     def check(self) -> None:
         """Raises RequestFailed if one of the answers failed."""
         checked([self])
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing(type(self).__name__, name)
 
 
 def check_on_error(on_error: str) -> None:

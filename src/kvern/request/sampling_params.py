@@ -1,12 +1,12 @@
 """Sampling parameters of a request, checked when they are created."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import msgspec
 
 from kvern.errors import InvalidParameter, half_pair, shown
-from kvern.request.other_names import own_parameters, structured_fields
+from kvern.request.other_names import fields_of, own_parameters, structured_fields
 
 KINDS = ("json", "regex", "choice", "grammar")
 MOST_CHOICES = 10_000
@@ -267,6 +267,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids is empty and bans everything: name a token or leave it out")
         form: object = self.structured
+        if not isinstance(form, StructuredOutput):
+            form = fields_of(form)
         if isinstance(form, Mapping):
             msgspec.structs.force_setattr(self, "structured", structured_output(form))
         if self.structured is not None and self.ignore_eos:
@@ -339,6 +341,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"{name} is {getattr(self, name)} with beam_width {self.beam_width}: beams are not drawn; leave "
                     f"{name} out"
                 )
+
+
+def _refuse_change(params: SamplingParams, name: str, value: object) -> NoReturn:
+    raise AttributeError(f"sampling parameters do not change: replace({name}=...) returns others")
+
+
+setattr(SamplingParams, "__setattr__", _refuse_change)  # noqa: B010 (msgspec takes none in the body of a frozen class)
 
 
 class ResolvedParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):

@@ -17,6 +17,11 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
     rank: int
     token: str | None = None
 
+    @property
+    def decoded_token(self) -> str | None:
+        """`token`, under the name that vLLM has for it."""
+        return self.token
+
 
 TokenLogprobs = dict[int, Logprob]
 """Tables by token id: the token at the position and, after it, the most probable ones."""

@@ -24,43 +24,30 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "mm_processor_kwargs": ((None, {}), "models read text alone"),
     "guided_options_request": ((None,), "give structured among the sampling parameters"),
     "prompt_adapter_request": ((None,), "kvern has no prompt adapters"),
-    "request_id": ((None,), "outputs come in the order of the prompts"),
+    "request_id": ((None,), "stream() is the call whose output grows, and leaving the loop ends it; leave the id out"),
 }
 """vLLM's names of arguments that kvern does not have, with the values that change nothing, and the advice."""
-MISSING = {
-    "sleep": "close it and make another one, which is ready in seconds",
-    "wake_up": "there is no sleep: make another LLM, which is ready in seconds",
-    "collective_rpc": "kvern's ranks take steps alone, no calls",
-    "apply_model": "the model is in a process of its own as often as not: read weights from its folder",
-    "start_profile": "use torch.profiler around the calls",
-    "stop_profile": "use torch.profiler around the calls",
-    "get_metrics": "statistics() has the engine's counters",
-    "reward": "score() and relevance() judge texts",
-    "llm_engine": "LLM has the engine's verbs itself",
-    "set_tokenizer": "give tokenizer=FOLDER to LLM",
-    "from_engine_args": "give the arguments to the class itself",
-    "add_request": "stream() is a request, and leaving its loop ends it",
-    "abort": "leaving the loop of stream(), or cancelling the task, ends a request",
-    "shutdown": "it is close()",
+BY_POSITION = {
+    "generate": "a request has no id to give; stream(prompt, sampling_params) is the call whose output grows",
+    "stream": "a request has no id to give; leaving the loop ends it",
+    "score": "it gives log-likelihoods of (context, continuation); relevance([(query, text), ...]) compares texts",
 }
-"""vLLM's attributes that LLM and AsyncLLM do not have, and what there is instead."""
-
-
-def missing(owner: str, name: str) -> AttributeError:
-    """Returns the error for an attribute that there is not."""
-    instead = f": {MISSING[name]}" if name in MISSING else ""
-    return AttributeError(f"{owner!r} object has no attribute {name!r}{instead}")
+"""The advice for verbs that have more arguments by position in vLLM."""
 
 
 def takes_other_names(verb: Callable[P, R]) -> Callable[P, R]:
     """Returns a verb that takes vLLM's names too. It raises InvalidRequest for a name that means nothing."""
     parameters = inspect.signature(verb).parameters.values()
+    most = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         known |= ChatOptions.__annotations__.keys()
 
     @functools.wraps(verb)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > most:
+            advice = BY_POSITION.get(verb.__name__, "name the others")
+            raise InvalidRequest(f"{verb.__name__} has {most - 1} arguments by position, not {len(args) - 1}: {advice}")
         if kwargs.keys() <= known:
             return verb(*args, **kwargs)
         named: dict[str, Any] = own_arguments(verb.__name__, kwargs, known)

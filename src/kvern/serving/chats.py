@@ -5,6 +5,7 @@ from typing import Any, TypedDict, cast
 
 from kvern.engine.inputs import InputProcessor, Messages, Prompt
 from kvern.errors import InvalidParameter, InvalidRequest, shown
+from kvern.request.other_names import fields_of
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams, params_of
@@ -125,7 +126,7 @@ def beam_params(params: OneParams, prompts: int) -> list[SamplingParams]:
 
 def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
     """One SamplingParams for each of `count` prompts. Raises InvalidParameter, or InvalidRequest for another number."""
-    if params is None or isinstance(params, SamplingParams | Mapping):
+    if not isinstance(params, Sequence):
         return [as_params(params)] * count
     if len(params) != count:
         raise InvalidRequest(f"there are {count} prompts and {len(params)} sampling parameters: give one, or one each")
@@ -133,8 +134,14 @@ def one_for_each(params: Params, count: int) -> list[SamplingParams | None]:
 
 
 def as_params(params: OneParams) -> SamplingParams | None:
-    """The sampling parameters of a mapping. Raises InvalidParameter, which names the nearest parameter."""
-    return params_of(params) if isinstance(params, Mapping) else params
+    """The sampling parameters of a mapping, or of another library's object. Raises InvalidParameter, which names the
+    nearest parameter."""
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    fields = fields_of(params)
+    if not isinstance(fields, Mapping):
+        raise InvalidParameter(f"sampling_params is {shown(params)}: give SamplingParams, or a mapping of its fields")
+    return params_of(fields)
 
 
 def one_adapter_for_each(adapter: AdapterChoice, count: int) -> list[str | None]:

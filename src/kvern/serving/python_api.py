@@ -11,8 +11,8 @@ from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.inputs import InputProcessor, Messages
 from kvern.errors import InvalidRequest
 from kvern.plugins import imported
+from kvern.request.other_names import missing
 from kvern.request.sampling_params import SamplingParams
-from kvern.serving.argument_names import missing
 from kvern.serving.chats import Tools
 from kvern.spec.facts import ModelFacts
 from kvern.text.tokenizer import Tokenizer

@@ -105,6 +105,11 @@ def _token(value: Any, special: bool) -> tokenizers.AddedToken:
 
 MOST_TOKENIZER_BYTES = 256 * MEBIBYTE
 SPECIAL_TOKENS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+OTHER_FORMS = {
+    "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length",
+    "continue_final_message", "chat_template", "tokenizer_kwargs",
+}  # fmt: skip
+"""Options of transformers' ``apply_chat_template`` that kvern's does not have."""
 MOST_GROWN = 1 << 22
 """The limit of characters that tokenizers which lengthen texts may make of the texts of one call."""
 
@@ -296,6 +301,27 @@ class Tokenizer:
         """Returns ``chat_prompt`` as token ids; the template writes the special tokens itself, so none are added."""
         prompt = self.chat_prompt(messages, tools, add_generation_prompt, **variables)
         return self.encode(prompt, add_special_tokens=False)
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> str | list[int]:
+        """Returns ``chat_prompt_ids``, or ``chat_prompt`` unless ``tokenize``: the name and the defaults are those of
+        transformers' tokenizers.
+
+        Raises:
+            InvalidRequest: as ``chat_prompt``, and for options of transformers' that would give another form.
+        """
+        for name in OTHER_FORMS & variables.keys():
+            if variables.pop(name):
+                raise InvalidRequest(f"apply_chat_template has no {name}: it returns a text, or token ids as a list")
+        write = self.chat_prompt_ids if tokenize else self.chat_prompt
+        return write(conversation, tools, add_generation_prompt, **variables)
 
     def _require(self) -> tokenizers.Tokenizer:
         if self._backend is None:
