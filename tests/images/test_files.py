@@ -4,6 +4,7 @@ import base64
 import contextlib
 import io
 import struct
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,12 @@ def test_sizes_fit_what_a_token_covers() -> None:
     for width, height in ((1, 1), (140, 140), (141, 3), (1000, 500), (28, 29), (16_000, 90)):
         wide, high = resizing.size(width, height)
         assert wide % 28 == high % 28 == 0 and min(wide, high) >= 28 and max(wide, high) <= 140
+
+
+def test_without_pillow_images_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = saved(Image.new("RGB", (2, 2)))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(
+        InvalidRequest, match=r"p: images need Pillow, an optional package: pip install 'kvern\[images\]'"
+    ):
+        read_file(data, "p")
