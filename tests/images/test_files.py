@@ -161,7 +161,5 @@ def test_sizes_fit_what_a_token_covers() -> None:
 def test_without_pillow_images_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved(Image.new("RGB", (2, 2)))
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(
-        InvalidRequest, match=r"p: images need Pillow, an optional package: pip install 'kvern\[images\]'"
-    ):
+    with pytest.raises(InvalidRequest, match=r"p: images need Pillow, .*: pip install 'kvern\[images\]'"):
         read_file(data, "p")
