@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,110 @@ from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-SPECIAL = ["<unk>", "<s>", "</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-TEMPLATE = """<s>{% for message in messages %}{{ message.role }}: {% if message.content is string -%}
+TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.content is string -%}
 {{ message.content }}
-{%- else %}{% for part in message.content %}{% if part.type == 'image' %}[IMG]{% else %}{{ part.text }}{% endif %}
+{%- else %}{% for part in message.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %};{% endfor %}"""
-EDGE, PATCH, MERGE = 140, 14, 2
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of model. `special` tokens begin the vocabulary, and `mark` stands for an image in a prompt.
+
+    `written` is what the chat template writes for an image; `unit` the pixels on a side that a token covers.
+    """
+
+    config: Callable[[], Any]
+    processor: Callable[[], Any]
+    special: Sequence[str]
+    mark: str
+    written: str
+    unit: int
+
+    @property
+    def image_id(self) -> int:
+        return self.special.index(self.mark)
+
+
+def _mistral3() -> Any:
+    from transformers import Mistral3Config, MistralConfig, PixtralVisionConfig
+
+    text = MistralConfig(**TEXT, num_hidden_layers=2, head_dim=16, sliding_window=None)
+    vision = PixtralVisionConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=140,
+        patch_size=14,
+    )
+    return Mistral3Config(text_config=text, vision_config=vision, image_token_index=3, spatial_merge_size=2)
+
+
+def _pixtral_processor() -> Any:
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    return PixtralImageProcessorPil(size={"longest_edge": 140}, patch_size={"height": 28, "width": 28})
+
+
+def _qwen3_5() -> Any:
+    from transformers import AutoConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "mrope_interleaved": True}
+    text = TEXT | {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "rope_parameters": rope | {"mrope_section": [4, 4, 4]},
+    }
+    vision = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "depth": 2,
+        "num_heads": 4,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+    }
+    ids = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
+    return AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+
+
+def _qwen_processor() -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": 48 * 48, "longest_edge": 160 * 160}
+    return Qwen2VLImageProcessorPil(patch_size=16, size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+
+QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|vid|>"]
+FAMILIES = {
+    "mistral3": Family(
+        _mistral3,
+        _pixtral_processor,
+        ["<unk>", "<s>", "</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        "[IMG]",
+        "[IMG]",
+        28,
+    ),
+    "qwen3_5": Family(
+        _qwen3_5, _qwen_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 32
+    ),
+}
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -27,88 +126,78 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=numpy.uint8))
 
 
-def make_mistral3(folder: Path) -> Path:
-    """Save a Mistral 3 with an encoder of images into `folder`."""
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
+def make_vision_model(kind: str, folder: Path) -> Path:
+    """Save a model of a family into `folder`."""
+    from transformers import AutoModelForImageTextToText
 
-    text = MistralConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        sliding_window=None,
-    )
-    vision = PixtralVisionConfig(
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        image_size=EDGE,
-        patch_size=PATCH,
-    )
-    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=3, spatial_merge_size=MERGE)
+    family = FAMILIES[kind]
     torch.manual_seed(0)
-    model = Mistral3ForConditionalGeneration(config).float()
+    model = AutoModelForImageTextToText.from_config(family.config(), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter * 8 if parameter.dim() > 1 else parameter + 0.2 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+            elif not name.endswith(("A_log", "dt_bias")):
+                parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    settings = _processor().to_dict()
-    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    _save_tokenizer(folder)
+    settings = family.processor().to_dict()
+    kept = ("size", "image_mean", "image_std", "resample")
+    (folder / "preprocessor_config.json").write_text(json.dumps({name: settings[name] for name in kept}))
+    _save_tokenizer(family, folder)
     return folder
 
 
-def _save_tokenizer(folder: Path) -> None:
+def _save_tokenizer(family: Family, folder: Path) -> None:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=SPECIAL,
+        special_tokens=list(family.special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(["what is in this picture and in that one"] * 3, trainer)
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": family.special[2]}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", family.written))
 
 
-def _processor() -> Any:
-    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
-
-    unit = PATCH * MERGE
-    return PixtralImageProcessorPil(size={"longest_edge": EDGE}, patch_size={"height": unit, "width": unit})
-
-
-def expected_pixels(image: Image.Image) -> Tensor:
+def expected_pixels(kind: str, image: Image.Image) -> Tensor:
     """The pixels of transformers' processor before they are normalized, uint8 `[channels, height, width]`."""
-    found = _processor()(image, do_rescale=False, do_normalize=False, return_tensors="pt")
-    pixels: Tensor = found["pixel_values"][0]
+    found = FAMILIES[kind].processor()(image, do_rescale=False, do_normalize=False, return_tensors="pt")
+    if kind == "mistral3":
+        pixels: Tensor = found["pixel_values"][0]
+    else:  # patches in the order of tokens: [rows, columns, in a row, in a column, channels, frames, pixels]
+        _, high, wide = found["image_grid_thw"][0].tolist()
+        side = int((found["pixel_values"].shape[1] // 6) ** 0.5)
+        blocks = found["pixel_values"].view(high // 2, wide // 2, 2, 2, 3, 2, side, side)[:, :, :, :, :, 0]
+        pixels = blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, high * side, wide * side)
     return pixels.to(torch.uint8)
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _reference(folder: Path) -> Any:
-    from transformers import Mistral3ForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
-    return Mistral3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def expected_logprobs(folder: Path, token_ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
+def expected_logprobs(kind: str, folder: Path, token_ids: Sequence[int], images: Sequence[Image.Image]) -> Tensor:
     """Log-probabilities `[T, vocabulary]` of the token after each of `token_ids`."""
-    processor = _processor()
+    family = FAMILIES[kind]
+    processor, tokens = family.processor(), torch.tensor([list(token_ids)])
     found = [processor(image, return_tensors="pt") for image in images]
-    sizes = [tuple(map(int, each["image_sizes"][0])) for each in found]
-    pixels = torch.zeros(len(images), 3, max(high for high, _ in sizes), max(wide for _, wide in sizes))
-    for number, (each, (high, wide)) in enumerate(zip(found, sizes, strict=True)):
-        pixels[number, :, :high, :wide] = each["pixel_values"][0]
-    given = {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)} if images else {}
+    given: dict[str, Tensor] = {}
+    if kind == "mistral3" and images:
+        sizes = [tuple(map(int, each["image_sizes"][0])) for each in found]
+        pixels = torch.zeros(len(images), 3, max(high for high, _ in sizes), max(wide for _, wide in sizes))
+        for number, (each, (high, wide)) in enumerate(zip(found, sizes, strict=True)):
+            pixels[number, :, :high, :wide] = each["pixel_values"][0]
+        given = {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+    elif images:
+        given = {name: torch.cat([each[name] for each in found]) for name in ("pixel_values", "image_grid_thw")}
+        given["mm_token_type_ids"] = (tokens == family.image_id).int()
     with torch.inference_mode():
-        logits: Tensor = _reference(folder)(input_ids=torch.tensor([list(token_ids)]), **given).logits[0]
+        logits: Tensor = _reference(folder)(input_ids=tokens, **given).logits[0]
     return logits.log_softmax(-1)

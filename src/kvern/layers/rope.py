@@ -46,11 +46,23 @@ class RopeTable(Module):
         self.query_scales: Tensor | None
         self.register_buffer("query_scales", scales, persistent=False)
         self.whole = not build.kernels.isdisjoint(("rotary", "cpu_layers"))
+        axes = torch.tensor(spec.axes, dtype=torch.int64, device=build.device)
+        self._axes = axes.repeat_interleave(2) if spec.interleaved else torch.cat((axes, axes))
 
     def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of `positions`, `[T]` int64, or `[T, 3]` by the axes of each plane."""
+        if positions.dim() == 2:
+            rotation = Rotation(self._rows(positions), torch.arange(len(positions), device=positions.device))
+            return rotation if self.whole else rows_of_table(rotation)
         scale = None if self.query_scales is None else self.query_scales.index_select(0, positions)
         rotation = Rotation(self.table, positions, scale)
         return rotation if self.whole else rows_of_table(rotation)
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        """A table with a row for each token: `[T, 2, 1, dim]`."""
+        planes = torch.arange(self.table.shape[-1], device=positions.device)
+        rows = self.table[positions[:, self._axes], :, 0, planes]
+        return rows.transpose(1, 2).unsqueeze(2).contiguous()
 
 
 def _query_scales(scaling: QueryScaling, positions: Tensor) -> Tensor:

@@ -87,7 +87,17 @@ def read_rope(config: Config, layer_type: str | None = None, *, interleaved: boo
     theta = float(_first_given(rope, config, ("rotary_emb_base", "rope_theta"), 10000.0))
     partial = float(_first_given(rope, config, ("rotary_pct", "partial_rotary_factor"), 1.0))
     dim = read_head_dim(config) if kind == "proportional" else int(read_head_dim(config) * partial)
-    return RopeSpec(theta, dim, _SCALINGS[kind](rope, config), interleaved)
+    return RopeSpec(theta, dim, _SCALINGS[kind](rope, config), interleaved, axes=_axes(rope, dim // 2))
+
+
+def _axes(rope: Mapping[str, Any], planes: int) -> tuple[int, ...]:
+    """The axes of the planes of a model with positions of time, height and width ("mrope"); (): it has none."""
+    sections = rope.get("mrope_section")
+    if not sections:
+        return ()
+    if not rope.get("mrope_interleaved"):
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    return tuple(plane % 3 if plane < 3 * sections[plane % 3] else 0 for plane in range(planes))
 
 
 def _first_given(rope: Mapping[str, Any], config: Config, names: Sequence[str], default: Any) -> Any:

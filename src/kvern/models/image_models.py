@@ -8,7 +8,11 @@ from kvern.plugins import imported
 if TYPE_CHECKING:
     from kvern.spec.vision import VisionSpec
 
-VISION = {"mistral3": "kvern.models.families.pixtral:mistral3"}
+VISION = {
+    "mistral3": "kvern.models.families.pixtral:mistral3",
+    "qwen3_5": "kvern.models.families.qwen_vision:qwen3_5",
+    "qwen3_5_moe": "kvern.models.families.qwen_vision:qwen3_5",
+}
 
 
 def vision_of(config: Config) -> "VisionSpec | None":

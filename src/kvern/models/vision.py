@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from kvern.images.settings import Grid
 from kvern.layers.block import Places, SequentialLayer
 from kvern.layers.build import Build
+from kvern.layers.embedding import Table
 from kvern.layers.linear import column, row
 from kvern.layers.linear_format import LinearMethods
-from kvern.layers.module import Module
+from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
 from kvern.layers.rope import Rotation
 from kvern.layers.step_context import Attend, StepContext
@@ -34,7 +35,8 @@ class Patches(Module):
     def __init__(self, spec: VisionSpec, build: Build) -> None:
         super().__init__()
         build = build.at("patches")
-        self.patch_proj = column(build, CHANNELS * spec.patch**2, {"patch_proj": spec.tower.hidden_size})
+        inputs = CHANNELS * spec.patch**2
+        self.patch_proj = column(build, inputs, {"patch_proj": spec.tower.hidden_size}, bias=spec.patch_bias)
 
     def forward(self, pixels: Tensor) -> Tensor:
         states: Tensor = self.patch_proj(pixels)
@@ -49,23 +51,28 @@ class Projector(Module):
         build = build.at("projector")
         self.merge = spec.merge
         self.norm = Norm(spec.norm, width, "norm", build)
-        self.merging_layer = column(build, width * spec.merge**2, {"merging_layer": width})
-        self.linear_1 = column(build, width, {"linear_1": spec.hidden}, bias=spec.bias)
-        self.linear_2 = row(build, spec.hidden, "linear_2", spec.hidden, bias=spec.bias)
+        beside = width * spec.merge**2
+        self.merging_layer = column(build, beside, {"merging_layer": width}) if spec.reduces else None
+        inputs = width if spec.reduces else beside
+        self.linear_1 = column(build, inputs, {"linear_1": spec.inner}, bias=spec.bias)
+        self.linear_2 = row(build, spec.inner, "linear_2", spec.hidden, bias=spec.bias)
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
         normal = self.norm(states)
         parts = torch.split(normal, [grid.cells for grid in grids])
         merged = torch.cat([self._merged(part, grid) for part, grid in zip(parts, grids, strict=True)])
-        rows: Tensor = self.linear_2(self.activation(self.linear_1(self.merging_layer(merged))))
+        if self.merging_layer is not None:
+            merged = self.merging_layer(merged)
+        rows: Tensor = self.linear_2(self.activation(self.linear_1(merged)))
         return rows
 
     def _merged(self, states: Tensor, grid: Grid) -> Tensor:
-        """Neighbouring states side by side, those of a channel next to each other: `[tokens, width * merge^2]`."""
+        """The states of neighbours side by side: `[tokens, width * merge^2]`."""
         size = self.merge
         squares = states.view(grid.rows // size, size, grid.columns // size, size, -1)
-        return squares.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)
+        order = (0, 2, 1, 3, 4) if self.merging_layer is None else (0, 2, 4, 1, 3)
+        return squares.permute(order).flatten(2).flatten(0, 1)
 
 
 class PatchRope(Module):
@@ -73,9 +80,10 @@ class PatchRope(Module):
 
     def __init__(self, spec: PatchRopeSpec, build: Build) -> None:
         super().__init__()
-        planes = torch.arange(0, spec.dim, 2, dtype=torch.float32, device=build.device)
-        inverse = spec.theta ** -(planes / spec.dim)
-        self._of_rows, self._of_columns = inverse[::2], inverse[1::2]
+        dim = spec.dim if spec.order == "alternate" else spec.dim // 2
+        inverse = spec.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=build.device) / dim)
+        halves = (inverse[::2], inverse[1::2]) if spec.order == "alternate" else (inverse, inverse)
+        self._of_rows, self._of_columns = halves
         self._dtype = build.dtype
 
     def forward(self, grids: Sequence[Grid]) -> Rotation:
@@ -93,6 +101,25 @@ class PatchRope(Module):
         return torch.cat((by_row, by_column), -1).flatten(0, 1)
 
 
+class PositionTable(Module):
+    """A square table of learned positions, `side` on each side, between which the patches of any grid lie evenly."""
+
+    def __init__(self, side: int, width: int, build: Build) -> None:
+        super().__init__()
+        self._side = side
+        self.pos_embed = Table("pos_embed", side * side, width, build)
+
+    def forward(self, grids: Sequence[Grid]) -> Tensor:
+        """The positions of all patches, row by row: `[P, width]`, in bilinear interpolation of the nearest four."""
+        table = self.pos_embed.weight.float().view(self._side, self._side, -1)
+        return torch.cat([self._between(table, grid) for grid in grids]).to(self.pos_embed.weight.dtype)
+
+    def _between(self, table: Tensor, grid: Grid) -> Tensor:
+        channels_first = table.permute(2, 0, 1).unsqueeze(0)
+        found = F.interpolate(channels_first, (grid.rows, grid.columns), mode="bilinear", align_corners=True)
+        return found[0].flatten(1).t()
+
+
 class VisionTower(WeightedModel):
     """An encoder of images over a flat line of patches, each of which sees those of its own image."""
 
@@ -101,7 +128,8 @@ class VisionTower(WeightedModel):
         self.vision = spec
         width = spec.tower.hidden_size
         self.patches = Patches(spec, build)
-        self.ln_pre = Norm(spec.tower.norm, width, "ln_pre", build)
+        self.ln_pre = Norm(spec.tower.norm, width, "ln_pre", build) if spec.first_norm else Identity()
+        self.positions = PositionTable(spec.table, width, build) if spec.table else None
         self.layers = nn.ModuleList(
             SequentialLayer(Places(index, 0), spec.tower, layer, build.at(f"layers.{index}"))
             for index, layer in enumerate(spec.tower.layers)
@@ -114,7 +142,10 @@ class VisionTower(WeightedModel):
 
         `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized.
         """
-        hidden, update = self.ln_pre(self.patches(pixels.to(self.build.dtype))), None
+        hidden = self.patches(pixels.to(self.build.dtype))
+        if self.positions is not None:
+            hidden = hidden + self.positions(grids)
+        hidden, update = self.ln_pre(hidden), None
         step = StepContext(self.rope(grids), attend)
         for layer in self.layers:
             hidden, update = layer(hidden, update, step)

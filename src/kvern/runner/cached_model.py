@@ -28,14 +28,16 @@ class RowStates(Protocol):
 
 
 class StepEmbeddings(NamedTuple):
-    """Rows of embeddings for some of the T tokens of a step.
+    """What images change in a step of T tokens.
 
-    source  [T] the index of the row of each token; -1: the token has its id alone
-    rows    [N, hidden] on the device, N <= T, as of `EmbeddedTokens`
+    source     [T] the index of the row of each token; -1: the token has its id alone
+    rows       [N, hidden] on the device, N <= T, as of `EmbeddedTokens`; None: all tokens have ids alone
+    positions  [T, 3] int64, by which rotary embeddings turn; None: those in the text
     """
 
     source: Sequence[int]
-    rows: Tensor
+    rows: Tensor | None
+    positions: Tensor | None = None
 
 
 class EmbeddingSource(Protocol):

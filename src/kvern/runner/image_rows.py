@@ -14,32 +14,54 @@ from torch import Tensor
 from kvern.attention.bidirectional import TorchAttend
 from kvern.device.text_batch import TextBatch
 from kvern.images.file import read_file
-from kvern.images.settings import ImageSettings
+from kvern.images.settings import Grid, ImageSettings
 from kvern.models.vision import VisionTower
 from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
+from kvern.spec.vision import VisionSpec
 
 MOST_BYTES = 256 << 20
 """The limit of rows that are kept of images which nobody reads."""
 
 
-NOTHING = numpy.empty(0, dtype=numpy.int64)
+Numbers = numpy.typing.NDArray[numpy.int64]
+NOTHING: Numbers = numpy.empty(0, dtype=numpy.int64)
 
 
 @dataclass(frozen=True)
 class RequestImages:
-    """The images of a request: for each position of its prompt the number of its row, -1: none, and the files."""
+    """The images of a request.
 
-    numbers: numpy.typing.NDArray[numpy.int64]
+    numbers    [T] of each token of the prompt the number of its row, -1: none
+    files      the files, and `counts` how many rows each has
+    positions  [T, 3] the axes of each token of the prompt; None: they are its place in the text
+    """
+
+    numbers: Numbers
     files: Sequence[bytes]
     counts: Sequence[int]
+    positions: Numbers | None
+
+    def turned_by(self, start: int, count: int) -> Numbers:
+        """The axes `[count, 3]` of tokens of prompt and answer; those of the answer go on from the prompt's last."""
+        assert self.positions is not None
+        end = len(self.positions)
+        known = self.positions[start : start + count]
+        first = max(start, end)
+        later = numpy.arange(first, start + count) - end + 1 + self.positions.max()
+        return numpy.concatenate((known, numpy.repeat(later[:, None], 3, axis=1)))
 
 
 class ImageRows:
-    """An EmbeddingSource of images. What is known is not encoded again."""
+    """An EmbeddingSource of images. What is known is not encoded again.
 
-    def __init__(self, tower: VisionTower, settings: ImageSettings, rows: int) -> None:
-        self._tower, self._settings = tower, settings
+    Without a `tower`, in a pipeline stage after the first, it knows the tokens' positions alone.
+    """
+
+    def __init__(self, spec: VisionSpec, settings: ImageSettings, tower: VisionTower | None, rows: int) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._tower = tower
         self._requests: list[RequestImages | None] = [None] * rows
         self._known: OrderedDict[bytes, Tensor] = OrderedDict()
         self.encoded = 0
@@ -59,15 +81,17 @@ class ImageRows:
             self._requests[fork.slot] = images
 
     def _images(self, token_ids: Sequence[int], files: Sequence[bytes]) -> RequestImages:
-        is_image = numpy.array(token_ids) == self._tower.vision.image_id
+        is_image = numpy.array(token_ids) == self._spec.image_id
         numbers = numpy.where(is_image, is_image.cumsum() - 1, -1)
-        counts = [self._settings.tokens(read_file(data, "an image")).cells for data in files]
-        return RequestImages(numbers, files, counts)
+        grids = [self._settings.tokens(read_file(data, "an image")) for data in files]
+        positions = axes_of(is_image, grids) if self._spec.axes else None
+        return RequestImages(numbers, files, [grid.cells for grid in grids], positions)
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
-        """The rows for a step; None: none of its tokens is an image's."""
-        given = [self._wanted(item) for item in scheduled]
-        if not any(len(numbers) for _, numbers in given):
+        """What images change in a step; None: nothing."""
+        given = [(None, NOTHING) if self._tower is None else self._wanted(item) for item in scheduled]
+        turned = self._spec.axes and any(self._requests[item.slot] is not None for item in scheduled)
+        if not turned and not any(len(numbers) for _, numbers in given):
             return None
         source: list[int] = []
         parts: list[Tensor] = []
@@ -77,9 +101,20 @@ class ImageRows:
             source += [-1] * (item.count - len(numbers))
             if images is not None and len(numbers):
                 parts.append(self._rows_of(images, numbers))
-        return StepEmbeddings(source, torch.cat(parts))
+        return StepEmbeddings(
+            source, torch.cat(parts) if parts else None, self._positions(scheduled) if turned else None
+        )
 
-    def _wanted(self, item: ScheduledTokens) -> tuple[RequestImages | None, numpy.typing.NDArray[numpy.int64]]:
+    def _positions(self, scheduled: Sequence[ScheduledTokens]) -> Tensor:
+        """The axes of the tokens of a step, `[T, 3]`."""
+        found = []
+        for item in scheduled:
+            images = self._requests[item.slot]
+            plain = numpy.arange(item.start, item.start + item.count)[:, None].repeat(3, axis=1)
+            found.append(plain if images is None else images.turned_by(item.start, item.count))
+        return torch.from_numpy(numpy.concatenate(found))
+
+    def _wanted(self, item: ScheduledTokens) -> tuple[RequestImages | None, Numbers]:
         """The images of a row, and the numbers of the rows of its tokens; none if no token is an image's."""
         images = self._requests[item.slot]
         if images is None or item.start >= len(images.numbers):
@@ -87,19 +122,21 @@ class ImageRows:
         numbers = images.numbers[item.start : item.start + item.count]
         return (images, numbers) if (numbers >= 0).any() else (None, NOTHING)
 
-    def _rows_of(self, images: RequestImages, numbers: numpy.typing.NDArray[numpy.int64]) -> Tensor:
+    def _rows_of(self, images: RequestImages, numbers: Numbers) -> Tensor:
         wanted = numbers[numbers >= 0]
         parts, first = [], 0
         for data, count in zip(images.files, images.counts, strict=True):
             inside = wanted[(wanted >= first) & (wanted < first + count)] - first
             if len(inside):
-                parts.append(self._encoded(data)[torch.from_numpy(inside).to(self._tower.build.device)])
+                parts.append(self._encoded(data)[torch.from_numpy(inside)])
             first += count
         return torch.cat(parts)
 
     @torch.inference_mode()
     def _encoded(self, data: bytes) -> Tensor:
         """The rows of an image."""
+        tower = self._tower
+        assert tower is not None, "a stage after the first reads no images"
         name = blake2b(data, digest_size=16).digest()
         if name in self._known:
             self._known.move_to_end(name)
@@ -107,12 +144,34 @@ class ImageRows:
         file = read_file(data, "an image")
         pixels = torch.from_numpy(self._settings.normalized(self._settings.patches(file)))
         grid = self._settings.grid(file)
-        attend = TorchAttend(self._tower.spec.attentions, _line([grid.cells], self._tower.build.device))
-        self._known[name] = self._tower(pixels.to(self._tower.build.device), [grid], attend)
+        attend = TorchAttend(tower.spec.attentions, _line([grid.cells], tower.build.device))
+        self._known[name] = tower(pixels.to(tower.build.device), [grid], attend)
         self.encoded += 1
         while len(self._known) > 1 and sum(rows.nbytes for rows in self._known.values()) > MOST_BYTES:
             self._known.popitem(last=False)
         return self._known[name]
+
+
+def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]) -> Numbers:
+    """The positions `[T, 3]` of the tokens of a prompt by time, height and width.
+
+    An image has one time, and counts as many positions as its longer side.
+    """
+    found = []
+    left = iter(grids)
+    place = position = 0
+    while place < len(is_image):
+        if is_image[place]:
+            rows, columns = next(left)
+            high, wide = numpy.divmod(numpy.arange(rows * columns), columns)
+            found.append(position + numpy.stack((numpy.zeros_like(high), high, wide), 1))
+            place, position = place + rows * columns, position + max(rows, columns)
+        else:
+            later = numpy.flatnonzero(is_image[place:])
+            count = int(later[0]) if len(later) else len(is_image) - place
+            found.append(position + numpy.arange(count)[:, None].repeat(3, axis=1))
+            place, position = place + count, position + count
+    return numpy.concatenate(found)
 
 
 def _line(lengths: Sequence[int], device: torch.device) -> TextBatch:

@@ -171,8 +171,8 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         graph = captured[min(fitting, key=lambda shape: shape.tokens)]
         decodes, inputs = self._decodes(step.scheduled), graph.inputs
         packed, count = self._packed(graph.shape, step.scheduled, decodes)
-        if step.embeddings is not None and inputs.rows is not None:
-            source, rows = step.embeddings
+        source, rows = ((), None) if step.embeddings is None else step.embeddings[:2]
+        if rows is not None and inputs.rows is not None:
             packed[-graph.shape.tokens :][:decodes] = source[:decodes]
             packed[len(packed) - graph.shape.prompts :][: len(source) - decodes] = source[decodes:]
             inputs.rows[: len(rows)].copy_(rows)

@@ -145,10 +145,13 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
             adapters = model.adapters.select(self._rows.adapter_indices(batch.slots), batch.counts, sampled)
         attend, inputs = model.attention.plan(batch), drafter.inputs
         tokens: Any = batch.token_ids
-        if embeddings is not None:
+        positions = batch.positions
+        if embeddings is not None and embeddings.rows is not None:
             source = upload(embeddings.source, torch.int64, tokens.device)
             tokens = EmbeddedTokens(tokens, source, embeddings.rows)
-        hidden = self._decoder(tokens, batch.positions, attend, wanted, adapters, states, inputs)
+        if embeddings is not None and embeddings.positions is not None:
+            positions = embeddings.positions
+        hidden = self._decoder(tokens, positions, attend, wanted, adapters, states, inputs)
         if not is_last:
             if model.states is not None:
                 model.states.defer()

@@ -321,16 +321,18 @@ class Worker:
     def _load_images(self, plan: Plan) -> "Callable[[int], EmbeddingSource] | None":
         """What makes rows of images; None: the model has no encoder of them, or is not on a CPU."""
         vision = vision_of(read_config(self._folder))
-        if vision is None or self.device.type != "cpu" or not self._ranks.stage.is_first:
+        if vision is None or self.device.type != "cpu":
             return None
         from kvern.images.settings import settings_of
         from kvern.models.vision import load_vision
         from kvern.runner.image_rows import ImageRows
 
-        settings, dummy = settings_of(self._folder, vision), self._config.load_format == "dummy"
-        with self._startup.stage("weights"):
-            tower = load_vision(self._folder, vision, getattr(torch, plan.dtype), self.device, dummy=dummy)
-        return partial(ImageRows, tower, settings)
+        settings, tower = settings_of(self._folder, vision), None
+        if self._ranks.stage.is_first:
+            dummy = self._config.load_format == "dummy"
+            with self._startup.stage("weights"):
+                tower = load_vision(self._folder, vision, getattr(torch, plan.dtype), self.device, dummy=dummy)
+        return partial(ImageRows, vision, settings, tower)
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
         """The model as transformers computes it, which is found right; None: kvern does."""

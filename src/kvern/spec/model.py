@@ -51,7 +51,8 @@ class RopeSpec:
     """Rotary position embedding of the first `dim` entries of each head.
 
     `interleaved`: the planes are the pairs (0, 1), (2, 3), ...; otherwise (0, dim/2), (1, dim/2 + 1), ...
-    `query_scaling`: queries grow with their position, too.
+    `query_scaling`: queries grow with their position, too. `axes`: the axis of each plane in a model that reads images,
+    0 to 2: time, height or width; (): all planes turn by the one position that a token has.
     """
 
     theta: float
@@ -59,6 +60,7 @@ class RopeSpec:
     scaling: RopeScaling = LinearScaling()
     interleaved: bool = False
     query_scaling: QueryScaling | None = None
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,30 @@ if TYPE_CHECKING:
 class PatchRopeSpec:
     """Rotary embeddings of patches by row and column.
 
-    "alternate": of `dim` / 2 frequencies every other one turns by the row, the others by the column; the planes of rows
-    come first.
+    The planes of rows come first. "alternate": of `dim` / 2 frequencies every other one is a row's, the others are a
+    column's. "twice": both have the same `dim` / 4 frequencies.
     """
 
     theta: float
     dim: int
-    order: Literal["alternate"] = "alternate"
+    order: Literal["alternate", "twice"]
 
 
 @dataclass(frozen=True)
 class ProjectorSpec:
-    """The way from the patches' states to rows `[N, hidden]`: a norm, one state of `merge` x `merge` patches, and two
-    matrices between which `activation` stands."""
+    """The way from the patches' states to rows `[N, hidden]`: a norm, `merge` x `merge` patches side by side, and two
+    matrices with `inner` numbers between them, on which `activation` stands.
+
+    `reduces`: another matrix first makes one state of the patches; side by side are then their channels, not they.
+    """
 
     hidden: int
+    inner: int
     merge: int
     activation: str
     norm: "NormSpec"
     bias: bool = False
+    reduces: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,9 @@ class VisionSpec:
     tower      the layers over patches, `[P, tower.hidden_size]`; each sees those of its own image
     patch      pixels on the side of a patch
     image_id   the id of tokens that have a row of an image
+    table      the side of a square table of learned positions, between which patches lie; 0: there is none
+    first_norm and patch_bias: a norm follows the pixels' matrix, which has a bias
+    axes       tokens of images have positions by row and column in the language model, too
     """
 
     tower: "ModelSpec"
@@ -58,3 +66,7 @@ class VisionSpec:
     image_id: int
     settings: str
     """The function of `images/settings.py` that reads the folder's settings."""
+    table: int = 0
+    first_norm: bool = False
+    patch_bias: bool = False
+    axes: bool = False

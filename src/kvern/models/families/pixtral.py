@@ -61,15 +61,18 @@ def mistral3(config: Config) -> VisionSpec:
     return VisionSpec(
         tower,
         int(vision["patch_size"]),
-        PatchRopeSpec(float(rope["rope_theta"]), head_dim),
+        PatchRopeSpec(float(rope["rope_theta"]), head_dim, "alternate"),
         ProjectorSpec(
+            int(text["hidden_size"]),
             int(text["hidden_size"]),
             merge,
             config.get("projector_hidden_act", "gelu"),
             NormSpec("rms", float(text.get("rms_norm_eps", 1e-6))),
             bool(config.get("multimodal_projector_bias", False)),
+            reduces=True,
         ),
         ImageTokens("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         int(config.get("image_token_id", config.get("image_token_index", 10))),
         "pixtral",
+        first_norm=True,
     )

@@ -101,7 +101,7 @@ def qwen3_5_moe_text(config: Config) -> ModelSpec:
 
 
 def qwen3_5(config: Config) -> ModelSpec:
-    """The language model of the published checkpoints; images and videos are not read."""
+    """The language model of the published checkpoints; `families/qwen_vision.py` describes their encoder of images."""
     return text_part(config, qwen3_5_text(text_config(config, "qwen3_5_text")), "visual")
 
 
