@@ -25,7 +25,7 @@ MODEL = tyro.conf.arg(metavar="MODEL")
 class PullCommand:
     """Download a model from the Hugging Face hub: first its size, licence and kind are shown, then the progress.
 
-    What was interrupted goes on where it stopped. kvern serve, chat and run download a model that is missing, too.
+    If it is interrupted, files that arrived whole are kept. kvern serve, chat and run download missing models, too.
     """
 
     model: Annotated[tyro.conf.Positional[str], MODEL]

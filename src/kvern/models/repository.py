@@ -251,14 +251,14 @@ class Repository(NamedTuple):
             case errors.HfHubHTTPError():
                 return f"model {name!r}{at}: {constants.ENDPOINT} {_said(error.response.status_code)}"
             case OSError(errno=errno.ENOSPC):
-                return f"model {name!r}{at}: no space is left in {constants.HF_HUB_CACHE}; what arrived is kept"
+                return f"model {name!r}{at}: no space is left in {constants.HF_HUB_CACHE}; files that arrived whole are kept"
             case errors.LocalEntryNotFoundError() if isinstance(error.__cause__, errors.HfHubHTTPError):
                 return self.explain(error.__cause__)
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())[:200] or type(cause).__name__
         return (
             f"model {name!r}{at} could not be downloaded from {constants.ENDPOINT} ({reason}): "
-            "check the network and HF_ENDPOINT, and try again; what arrived is kept"
+            "check the network and HF_ENDPOINT, and try again; files that arrived whole are kept"
         )
 
 
@@ -268,7 +268,7 @@ def _said(status: int) -> str:
         return f"refuses it (status {status}): set HF_TOKEN to a token that may read it, or log in by hf auth login"
     if status == 429:
         return "refuses more requests for now (status 429): wait some minutes, or set HF_TOKEN"
-    return f"answers with status {status}: try again later; what arrived is kept"
+    return f"answers with status {status}: try again later; files that arrived whole are kept"
 
 
 def _has_safetensors_header(file: Path, count: int) -> bool:
