@@ -251,7 +251,7 @@ class Repository(NamedTuple):
             case errors.HfHubHTTPError():
                 return f"model {name!r}{at}: {constants.ENDPOINT} {_said(error.response.status_code)}"
             case OSError(errno=errno.ENOSPC):
-                return f"model {name!r}{at}: no space is left in {constants.HF_HUB_CACHE}; files that arrived whole are kept"
+                return f"model {name!r}{at}: no space is left in {constants.HF_HUB_CACHE}; whole files are kept"
             case errors.LocalEntryNotFoundError() if isinstance(error.__cause__, errors.HfHubHTTPError):
                 return self.explain(error.__cause__)
         cause = error.__cause__ or error
