@@ -76,12 +76,12 @@ def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> t
     with llm:
         for asked in rounds:
             count(answer(llm, asked))
-    assert is_idle(llm)
-    assert bool(preempted) == bool(llm.statistics().preemptions)
+        assert is_idle(llm)
+        seen = llm.statistics()
+        assert bool(preempted) == bool(seen.preemptions)
     batches = [results for results in each if len(results) == len(asks)]
     for result, before in zip(batches[-1], batches[0], strict=True):
         result.cached_before = before.output.cached_tokens
-    seen = llm.statistics()
     drafts = seen.draft_tokens, seen.accepted_tokens
     run = Run(preempted, [after - before for before, after in itertools.pairwise(counts)][:2], alone, drafts)
     if len(each) > len(batches):

@@ -109,7 +109,7 @@ def test_the_first_files_of_qwen2_5_vl_say_all_in_one_place(tmp_path: Path) -> N
     def flat(config: dict[str, Any]) -> dict[str, Any]:
         text = config.pop("text_config") | {"model_type": "qwen2_5_vl"}
         rope = text.pop("rope_parameters")
-        older = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        older = {"type": "mrope", **{name: rope[name] for name in ("mrope_section", "mrope_interleaved")}}
         return text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": older}
 
     change_config(folder, flat)

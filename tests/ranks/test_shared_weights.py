@@ -86,6 +86,7 @@ def test_all_codes_of_a_byte_are_shared_but_those_that_are_refused(name: str, tm
         check_scaled(name, tmp_path)
 
 
+FORMATS["pack-quantized"] = lambda: packed_format(INTEGERS | {"symmetric": False}, None, "pack-quantized")
 FORMATS["pack-quantized in 64"] = lambda: packed_format(
     INTEGERS | {"symmetric": False, "group_size": 64}, None, "pack-quantized"
 )

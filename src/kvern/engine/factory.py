@@ -22,7 +22,7 @@ from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import ConfigError
-from kvern.models.image_models import vision_of
+from kvern.models.image_models import usable_vision
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
@@ -115,9 +115,12 @@ def build_core(
     return core, spec, layout
 
 
-def facts_of(spec: ModelSpec, layout: Layout, folder: Path) -> ModelFacts:
+def facts_of(config: EngineConfig, spec: ModelSpec, layout: Layout, folder: Path) -> ModelFacts:
     """The facts of the model of an engine."""
-    return ModelFacts.of(spec, layout.device == "cpu" and vision_of(read_config(folder)) is not None)
+    if layout.device != "cpu":
+        return ModelFacts.of(spec)
+    dummy = config.load_format == "dummy"
+    return ModelFacts.of(spec, usable_vision(folder, read_config(folder), dummy=dummy) is not None)
 
 
 def make_dp_attention_core(

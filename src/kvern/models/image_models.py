@@ -1,12 +1,17 @@
 """The models that read images: a function from a `config.json` to a `VisionSpec` for each model type."""
 
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.models.registry import Config
 from kvern.plugins import imported
 
 if TYPE_CHECKING:
     from kvern.spec.vision import VisionSpec
+
+logger = logging.getLogger("kvern")
 
 VISION = {
     "mistral3": "kvern.models.families.pixtral:mistral3",
@@ -20,6 +25,23 @@ def vision_of(config: Config) -> "VisionSpec | None":
 
     Raises UnsupportedModel.
     """
-    where = VISION.get(str(config.get("model_type")))
+    where = VISION.get(str(config.get("model_type"))) if config.get("vision_config") else None
     found: VisionSpec | None = None if where is None else imported(where)(config)
     return found
+
+
+def usable_vision(folder: Path, config: Config, *, dummy: bool = False) -> "VisionSpec | None":
+    """Returns `vision_of` for a folder that has all of it, also its weights if they are not to be a `dummy`.
+
+    Of other folders the language model is used alone, and a warning says why.
+    """
+    try:
+        spec = vision_of(config)
+        if spec is not None:
+            imported("kvern.images.settings:settings_of")(folder, spec)
+            if not dummy:
+                imported("kvern.models.vision:check_weights")(folder, spec)
+        return spec
+    except (UnsupportedModel, CorruptCheckpoint) as error:
+        logger.warning("the model reads no images here: %s", error)
+        return None

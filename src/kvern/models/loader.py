@@ -229,7 +229,7 @@ def outline_model(
     return _checked_outline(Decoder, spec, build, folder, None if dummy else stored)
 
 
-def check_fits(outline: Decoder, folder: Path, stored: list[StoredTensor]) -> None:
+def check_fits(outline: WeightedModel, folder: Path, stored: list[StoredTensor]) -> None:
     """Raises CorruptCheckpoint with all tensors that are missing, unexpected or misshapen."""
     _assign(outline, folder, stored)
 

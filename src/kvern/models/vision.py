@@ -20,7 +20,7 @@ from kvern.layers.rope import Rotation
 from kvern.layers.step_context import Attend, StepContext
 from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
-from kvern.models.loader import filled_model
+from kvern.models.loader import check_fits, filled_model
 from kvern.models.weighted import WeightedModel
 from kvern.spec.model import ModelSpec
 from kvern.spec.vision import PatchRopeSpec, ProjectorSpec, VisionSpec
@@ -154,6 +154,11 @@ class VisionTower(WeightedModel):
         return rows
 
 
+def check_weights(folder: Path, spec: VisionSpec) -> None:
+    """Raises CorruptCheckpoint if the files of a folder do not have the encoder's weights; reads their headers alone."""
+    check_fits(VisionTower(spec, _build(torch.float32, torch.device("meta"))), folder, read_headers(folder))
+
+
 def load_vision(
     folder: Path, spec: VisionSpec, dtype: torch.dtype, device: torch.device, *, dummy: bool = False
 ) -> VisionTower:
@@ -162,5 +167,8 @@ def load_vision(
     def make(tower: ModelSpec, build: Build) -> VisionTower:
         return VisionTower(replace(spec, tower=tower), build)
 
-    build = Build(dtype, device, 1, linear=LinearMethods(Unquantized()))
-    return filled_model(make, spec.tower, build, folder, None if dummy else read_headers(folder))
+    return filled_model(make, spec.tower, _build(dtype, device), folder, None if dummy else read_headers(folder))
+
+
+def _build(dtype: torch.dtype, device: torch.device) -> Build:
+    return Build(dtype, device, 1, linear=LinearMethods(Unquantized()))

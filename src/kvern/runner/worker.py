@@ -19,7 +19,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.fallback.spec import TransformersSpec
-from kvern.models.image_models import vision_of
+from kvern.models.image_models import usable_vision
 from kvern.models.loader import (
     LoadOptions,
     choose_dtype,
@@ -320,8 +320,11 @@ class Worker:
 
     def _load_images(self, plan: Plan) -> "Callable[[int], EmbeddingSource] | None":
         """What makes rows of images; None: the model has no encoder of them, or is not on a CPU."""
-        vision = vision_of(read_config(self._folder))
-        if vision is None or self.device.type != "cpu":
+        if self.device.type != "cpu":
+            return None
+        dummy = self._config.load_format == "dummy"
+        vision = usable_vision(self._folder, read_config(self._folder), dummy=dummy)
+        if vision is None:
             return None
         from kvern.images.settings import settings_of
         from kvern.models.vision import load_vision
@@ -329,7 +332,6 @@ class Worker:
 
         settings, tower = settings_of(self._folder, vision), None
         if self._ranks.stage.is_first:
-            dummy = self._config.load_format == "dummy"
             with self._startup.stage("weights"):
                 tower = load_vision(self._folder, vision, getattr(torch, plan.dtype), self.device, dummy=dummy)
         return partial(ImageRows, vision, settings, tower)
