@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from kvern import LLM, PromptInput, RequestOutput, SamplingParams
 from kvern.errors import InvalidRequest
@@ -267,3 +269,28 @@ def test_the_server_refuses_bad_images(server: Served) -> None:
         body = {"model": "sees", "messages": [{"role": "user", "content": parts}]}
         found = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=60)
         assert found.status_code == 400 and "messages[0].content[0]: " in found.text and said in found.text
+
+
+def test_a_checkpoint_without_its_encoder_reads_text(
+    folder: Path, llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = [{"role": "user", "content": "what is this"}]
+    expected = llm.chat(asked, PARAMS)[0].outputs
+    text_alone = tmp_path / "model"
+    shutil.copytree(folder, text_alone)
+    tensors = load_file(text_alone / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not re.search(r"visual|vision|multi_modal", name)}
+    assert len(kept) < len(tensors)
+    save_file(kept, text_alone / "model.safetensors", metadata={"format": "pt"})
+    for lost in ("weights", "settings"):
+        if lost == "settings":
+            shutil.copy(folder / "model.safetensors", text_alone / "model.safetensors")
+            (text_alone / "preprocessor_config.json").unlink()
+        caplog.clear()
+        with engine(text_alone) as other:
+            assert other.chat(asked, PARAMS)[0].outputs == expected
+            with pytest.raises(
+                InvalidRequest, match=r"messages\[0\].content\[0\] is of kind image: this model reads text"
+            ):
+                other.chat(talk(picture(9, 9)), PARAMS)
+        assert "the model reads no images here" in caplog.text

@@ -55,7 +55,7 @@ def test_images_of_ollama() -> None:
     body = read_body({"messages": [{"role": "user", "content": "a", "images": ["AA=="]}]}, CHAT)
     assert body.conversation is not None
     [message] = body.conversation.messages
-    assert [getattr(part, "sent", part) for part in message["content"]] == ["a", "AA=="]
+    assert [getattr(part, "sent", part) for part in message["content"]] == ["AA==", "a"]
     with pytest.raises(InvalidRequest, match=r"messages\[0\].images: this model takes text only; leave them out"):
         readable([message])
 

@@ -155,7 +155,7 @@ class VisionTower(WeightedModel):
 
 
 def check_weights(folder: Path, spec: VisionSpec) -> None:
-    """Raises CorruptCheckpoint if the files of a folder do not have the encoder's weights; reads their headers alone."""
+    """Raises CorruptCheckpoint if the files of a folder lack weights of the encoder, by their headers."""
     check_fits(VisionTower(spec, _build(torch.float32, torch.device("meta"))), folder, read_headers(folder))
 
 

@@ -81,10 +81,17 @@ def joined(content: Sequence[str | MediaPart]) -> MessageContent:
 
 
 def readable(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Returns messages as a chat template takes them. Raises InvalidRequest for a part that the model does not read.
+    """Returns messages as the chat template of a model for text takes them. Raises InvalidRequest for other parts.
 
-    No model reads anything but text yet. Content in the template's own form, a list of objects, stays as it is.
+    Content in the template's own form, a list of objects, stays as it is unless one of them holds a file.
     """
+    for number, message in enumerate(messages):
+        content = _content(message)
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and len(part) > 1 and (kind := kind_of(part)) is not None:
+                raise InvalidRequest(
+                    f"messages[{number}].content[{place}] is of kind {kind}: this model reads text only"
+                )
     return (
         [_readable(message) for message in messages]
         if any(has_media(_content(message)) for message in messages)
