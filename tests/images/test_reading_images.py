@@ -5,6 +5,7 @@ import io
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvern import LLM, PromptInput, RequestOutput, SamplingParams
 from kvern.errors import InvalidRequest
 from kvern.images.file import read_file
 from kvern.images.settings import Grid, settings_of
+from kvern.layers.embedding import EmbeddedTokens
 from kvern.models.image_models import vision_of
 from kvern.models.loader import read_config
 from tests.support.idle import is_idle
@@ -294,3 +296,24 @@ def test_a_checkpoint_without_its_encoder_reads_text(
             ):
                 other.chat(talk(picture(9, 9)), PARAMS)
         assert "the model reads no images here" in caplog.text
+
+
+@pytest.mark.parametrize("without", ["positions by row and column", "rows after the first layers"])
+def test_what_is_left_out_changes_answers(
+    without: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparisons above would notice."""
+    spec = vision_of(read_config(folder))
+    assert spec is not None
+    if not (spec.axes if without.startswith("positions") else spec.taps):
+        pytest.skip(f"{kind} has no {without}")
+    if spec.axes and without.startswith("positions"):
+        monkeypatch.setattr("kvern.models.families.qwen_vision.qwen3_vl", lambda config: replace(spec, axes=False))
+    else:
+        monkeypatch.setattr(EmbeddedTokens, "deepened", lambda self, layer, hidden, wanted: hidden)
+    image = picture(100, 130)
+    with engine(folder) as llm:
+        [output] = llm.chat(talk("what", image, "is this"), PARAMS)
+    expected = expected_logprobs(kind, folder, output.prompt_token_ids, [image])
+    token, entries = output.outputs[0].token_ids[0], output.outputs[0].logprobs or []
+    assert abs(float(expected[-1, token]) - entries[0][token].logprob) > 1e-3

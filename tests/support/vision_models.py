@@ -97,6 +97,26 @@ def _qwen3_5() -> Any:
     return AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
+def _qwen3_vl() -> Any:
+    from transformers import AutoConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}
+    text = TEXT | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope}
+    vision = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "depth": 3,
+        "num_heads": 4,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    ids = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
+    return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+
+
 def _qwen_processor() -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -113,6 +133,9 @@ FAMILIES = {
         "[IMG]",
         "[IMG]",
         28,
+    ),
+    "qwen3_vl": Family(
+        _qwen3_vl, _qwen_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 32
     ),
     "qwen3_5": Family(
         _qwen3_5, _qwen_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 32

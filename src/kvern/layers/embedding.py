@@ -22,7 +22,8 @@ class EmbeddedTokens(NamedTuple):
 
     token_ids  [T] int64; the ids of tokens that have rows only have to be in the vocabulary
     source     [T] integers: the index of the row of each token; -1: the token has its id alone
-    rows       [N, hidden], N >= 1, in the model's dtype, as the first layer reads them: after any scale of embeddings
+    rows       [N, (1 + D) * hidden], N >= 1, in the model's dtype: first what the first layer reads, after any scale of
+               embeddings, then what is added to the states after each of the first D layers
     """
 
     token_ids: Tensor
@@ -31,8 +32,18 @@ class EmbeddedTokens(NamedTuple):
 
     def over(self, hidden: Tensor) -> Tensor:
         """The embeddings `hidden` [T, hidden] of the ids, where rows take their places."""
-        given = self.rows.index_select(0, self.source.clamp(min=0).long())
+        given = self.rows[:, : hidden.shape[1]].index_select(0, self.source.clamp(min=0).long())
         return torch.where((self.source >= 0)[:, None], given, hidden)
+
+    def deepened(self, layer: int, hidden: Tensor, wanted: Tensor | None) -> Tensor:
+        """The states `hidden` after a layer, of all tokens or those `wanted` [S], with what is added to them there."""
+        width = hidden.shape[1]
+        added = self.rows[:, (1 + layer) * width : (2 + layer) * width]
+        if not added.shape[1]:
+            return hidden
+        source = self.source if wanted is None else self.source.index_select(0, wanted)
+        given = added.index_select(0, source.clamp(min=0).long())
+        return hidden + torch.where((source >= 0)[:, None], given, 0)
 
 
 class Embedding(Weighted):

@@ -159,9 +159,10 @@ class Decoder(WeightedModel):
         stage = self.build.ranks.stage
         ids = token_ids if isinstance(token_ids, Tensor) else token_ids.token_ids
         hidden = self.entry(ids)
-        if not isinstance(token_ids, Tensor) and stage.is_first:
-            hidden = token_ids.over(hidden)
-        hidden = self.run(hidden, step, self.looked_up(ids), inputs)
+        embedded = None if isinstance(token_ids, Tensor) or not stage.is_first else token_ids
+        if embedded is not None:
+            hidden = embedded.over(hidden)
+        hidden = self.run(hidden, step, self.looked_up(ids), inputs, embedded)
         if not stage.is_last:
             stage.send(hidden)
         return hidden
@@ -176,12 +177,14 @@ class Decoder(WeightedModel):
         step: StepContext,
         looked_up: Tensor | None = None,
         inputs: LayerInputs | None = None,
+        embedded: EmbeddedTokens | None = None,
     ) -> Tensor:
         """Compute a step as `forward` does, from the tokens' embeddings, or from the rows that `entry` received.
 
         hidden     [T, hidden], may be overwritten
         step       its `rotation` is that of `positions_alone`; it has no layer input
         looked_up  as `looked_up` returns it for the tokens
+        embedded   the tokens, if rows are added to the states of some after the first layers
         returns    as `forward`; the rows for the next stage, if this is not the last
         """
         first = self.build.ranks.stage.first_layer
@@ -194,6 +197,8 @@ class Decoder(WeightedModel):
             if taps is not None and place in taps.entries:
                 hidden, update = self._note(taps, place, hidden, update)
             hidden, update = layer(hidden, update, layer_step)
+            if embedded is not None:
+                hidden = embedded.deepened(place, hidden, layer_step.wanted)
         if self.streams is not None:
             hidden = self.streams.leave(hidden)
         return self._finish(hidden, update, taps)

@@ -15,8 +15,9 @@ logger = logging.getLogger("kvern")
 
 VISION = {
     "mistral3": "kvern.models.families.pixtral:mistral3",
-    "qwen3_5": "kvern.models.families.qwen_vision:qwen3_5",
-    "qwen3_5_moe": "kvern.models.families.qwen_vision:qwen3_5",
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "kvern.models.families.qwen_vision:qwen3_vl"
+    ),
 }
 
 

@@ -44,14 +44,14 @@ class Patches(Module):
 
 
 class Projector(Module):
-    """The way from the states of patches to rows; see ProjectorSpec."""
+    """The way from the states of patches to rows; see ProjectorSpec. `late`: the norm is of patches side by side."""
 
-    def __init__(self, spec: ProjectorSpec, width: int, build: Build) -> None:
+    def __init__(self, spec: ProjectorSpec, width: int, build: Build, *, late: bool = False) -> None:
         super().__init__()
-        build = build.at("projector")
         self.merge = spec.merge
-        self.norm = Norm(spec.norm, width, "norm", build)
+        self._late = late
         beside = width * spec.merge**2
+        self.norm = Norm(spec.norm, beside if late else width, "norm", build)
         self.merging_layer = column(build, beside, {"merging_layer": width}) if spec.reduces else None
         inputs = width if spec.reduces else beside
         self.linear_1 = column(build, inputs, {"linear_1": spec.inner}, bias=spec.bias)
@@ -59,9 +59,11 @@ class Projector(Module):
         self.activation = ACTIVATIONS[spec.activation]
 
     def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
-        normal = self.norm(states)
+        normal = states if self._late else self.norm(states)
         parts = torch.split(normal, [grid.cells for grid in grids])
         merged = torch.cat([self._merged(part, grid) for part, grid in zip(parts, grids, strict=True)])
+        if self._late:
+            merged = self.norm(merged)
         if self.merging_layer is not None:
             merged = self.merging_layer(merged)
         rows: Tensor = self.linear_2(self.activation(self.linear_1(merged)))
@@ -134,11 +136,14 @@ class VisionTower(WeightedModel):
             SequentialLayer(Places(index, 0), spec.tower, layer, build.at(f"layers.{index}"))
             for index, layer in enumerate(spec.tower.layers)
         )
-        self.projector = Projector(spec.projector, width, build)
+        self.projector = Projector(spec.projector, width, build.at("projector"))
+        self.deep = nn.ModuleList(
+            Projector(spec.projector, width, build.at(f"deep.{number}"), late=True) for number in range(len(spec.taps))
+        )
         self.rope = PatchRope(spec.rope, build)
 
     def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: Attend) -> Tensor:
-        """The rows `[N, hidden of the language model]` of images, one after the other.
+        """The rows `[N, (1 + taps) * hidden of the language model]` of images, one after the other.
 
         `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized.
         """
@@ -147,11 +152,14 @@ class VisionTower(WeightedModel):
             hidden = hidden + self.positions(grids)
         hidden, update = self.ln_pre(hidden), None
         step = StepContext(self.rope(grids), attend)
-        for layer in self.layers:
+        tapped: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
             hidden, update = layer(hidden, update, step)
+            if index in self.vision.taps:
+                hidden, update = hidden if update is None else hidden + update, None
+                tapped.append(self.deep[len(tapped)](hidden, grids))
         states = hidden if update is None else hidden + update
-        rows: Tensor = self.projector(states, grids)
-        return rows
+        return torch.cat((self.projector(states, grids), *tapped), 1)
 
 
 def check_weights(folder: Path, spec: VisionSpec) -> None:

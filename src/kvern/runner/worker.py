@@ -330,6 +330,11 @@ class Worker:
         from kvern.models.vision import load_vision
         from kvern.runner.image_rows import ImageRows
 
+        if len(self._spec.layers) < len(vision.taps) and self._ranks.stage.is_first:
+            raise ConfigError(
+                f"the first of {self._ranks.stage.count} pipeline stages has {len(self._spec.layers)} layers, and "
+                f"what is seen is added after {len(vision.taps)}: lower pipeline_parallel_size"
+            )
         settings, tower = settings_of(self._folder, vision), None
         if self._ranks.stage.is_first:
             with self._startup.stage("weights"):

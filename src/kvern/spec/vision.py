@@ -56,6 +56,8 @@ class VisionSpec:
     table      the side of a square table of learned positions, between which patches lie; 0: there is none
     first_norm and patch_bias: a norm follows the pixels' matrix, which has a bias
     axes       tokens of images have positions by row and column in the language model, too
+    taps       layers of the tower after which a projector more makes rows, which are added to the states of the tokens
+               after as many layers of the language model, in their order
     """
 
     tower: "ModelSpec"
@@ -70,3 +72,4 @@ class VisionSpec:
     first_norm: bool = False
     patch_bias: bool = False
     axes: bool = False
+    taps: tuple[int, ...] = ()

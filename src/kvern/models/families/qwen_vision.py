@@ -1,4 +1,7 @@
-"""The encoder of images of Qwen3.5 and 3.6: patches at positions between learned ones, and 2 x 2 of them a token."""
+"""The encoder of images of Qwen3-VL, Qwen3.5 and 3.6: patches at positions between learned ones, 2 x 2 of them a token.
+
+Qwen3-VL also adds what some layers of the encoder see to the first layers of the language model (DeepStack).
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -33,16 +36,19 @@ _RENAMES = (
     Rename(_VISUAL + r"patch_embed\.proj\.weight$", "model.patches.patch_proj.weight", _of_stills),
     Rename(_VISUAL + r"patch_embed\.proj\.bias$", "model.patches.patch_proj.bias"),
     Rename(_VISUAL + r"pos_embed\.", "model.pos_embed."),
+    Rename(_VISUAL + r"deepstack_merger_list\.(\d+)\.norm\.", r"model.deep.\2.norm."),
+    Rename(_VISUAL + r"deepstack_merger_list\.(\d+)\.linear_fc([12])\.", r"model.deep.\2.linear_\3."),
     Rename(_VISUAL + r"merger\.norm\.", "model.projector.norm."),
     Rename(_VISUAL + r"merger\.linear_fc([12])\.", r"model.projector.linear_\2."),
 )
 
 
-def qwen3_5(config: Config) -> VisionSpec:
-    """The encoder beside Qwen3.5's language model. Raises UnsupportedModel."""
+def qwen3_vl(config: Config) -> VisionSpec:
+    """The encoder beside a language model of Qwen3-VL, Qwen3.5 or 3.6. Raises UnsupportedModel."""
     vision: Mapping[str, Any] = config["vision_config"]
-    if vision.get("deepstack_visual_indexes"):
-        raise UnsupportedModel("deepstack_visual_indexes names layers: images of such models are not supported")
+    taps = tuple(map(int, vision.get("deepstack_visual_indexes") or ()))
+    if list(taps) != sorted(set(taps)):
+        raise UnsupportedModel(f"deepstack_visual_indexes is {list(taps)}: layers in ascending order are supported")
     hidden, heads = int(vision["hidden_size"]), int(vision["num_heads"])
     head_dim, merge = hidden // heads, int(vision["spatial_merge_size"])
     side = round(int(vision["num_position_embeddings"]) ** 0.5)
@@ -73,4 +79,5 @@ def qwen3_5(config: Config) -> VisionSpec:
         table=side,
         patch_bias=True,
         axes=True,
+        taps=taps,
     )
