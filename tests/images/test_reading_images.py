@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from kvern import LLM, PromptInput, RequestOutput, SamplingParams
+from kvern.cli.chat import CONTROL_CHARACTERS, Conversation
 from kvern.errors import InvalidRequest
 from kvern.images.file import read_file
 from kvern.images.settings import Grid, settings_of
@@ -317,3 +318,25 @@ def test_what_is_left_out_changes_answers(
     expected = expected_logprobs(kind, folder, output.prompt_token_ids, [image])
     token, entries = output.outputs[0].token_ids[0], output.outputs[0].logprobs or []
     assert abs(float(expected[-1, token]) - entries[0][token].logprob) > 1e-3
+
+
+def test_the_terminal_shows_a_picture(llm: LLM, tmp_path: Path) -> None:
+    image = picture(50, 40)
+    (tmp_path / "a.png").write_bytes(saved(image))
+    (tmp_path / "b.png").write_text("no picture")
+    params, written, told = SamplingParams(temperature=0, max_tokens=6), list[str](), list[str]()
+    conversation = Conversation(llm, params, None, written.append, told.append)
+    for line in (f"/image {tmp_path / 'b.png'}", "/image", f"/image {tmp_path / 'a.png'}", "what is this"):
+        assert conversation.take(line)
+    shown = "".join(told)
+    assert "b.png is no picture: " in shown and "/image is no picture" in shown
+    assert "a.png, 50 x 40 pixels, goes with the next message" in shown
+    [expected] = llm.chat(talk(image, "what is this"), params)
+    assert "".join(written).rstrip("\n") == expected.outputs[0].text.translate(CONTROL_CHARACTERS)
+    conversation.take(f"/save {tmp_path / 'talk.json'}")
+    told.clear()
+    again = Conversation(llm, params, None, written.append, told.append)
+    again.take(f"/load {tmp_path / 'talk.json'}")
+    assert again.messages == conversation.messages and "error" not in "".join(told)
+    again.take("/show")
+    assert f"context    {len(llm.chat_request(again.messages, params).prompt):,} of" in "".join(told)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +37,13 @@ HELP = """\
 /system TEXT       set the system message and forget the conversation; without TEXT: none
 /adapter NAME      answer through an adapter; without NAME: through none
 /set NAME VALUE    set a sampling parameter, as in /set temperature 0.7; without NAME: show all
+/image FILE        show the model a picture with the next message
 /show              show the model, its context, and how much of it the conversation takes
 /save FILE         write the conversation to a JSON file
 /load FILE         go on with a conversation that was saved
 /bye, /exit        leave, as Ctrl-D does
 A message of several lines stands between lines of \"\"\". Ctrl-C stops an answer."""
-COMMANDS = ("/help", "/reset", "/clear", "/system", "/adapter", "/set", "/show", "/save", "/load", "/bye")
+COMMANDS = ("/help", "/reset", "/clear", "/system", "/adapter", "/set", "/image", "/show", "/save", "/load", "/bye")
 COMPILING = "compiling kernels for this CPU, only once (Ctrl-C: go on far slower)"
 QUOTES = '"""'
 SILENT_SECONDS = 1.0
@@ -205,10 +207,13 @@ class Conversation:
         self._tell = tell or write
         self._waiting = waiting
         self.was_stopped = False
+        self._images: list[dict[str, Any]] = []
+        """Parts of the next message."""
         self.messages: list[dict[str, Any]] = []
         self.reset()
 
     def reset(self) -> None:
+        self._images = []
         self.messages = [{"role": "system", "content": self._system}] if self._system else []
 
     def take(self, line: str) -> bool:
@@ -239,6 +244,8 @@ class Conversation:
                 self._choose(argument.strip() or None)
             case "/set":
                 self._set(argument.strip())
+            case "/image":
+                self._add_image(argument.strip())
             case "/show":
                 self._describe()
             case "/save":
@@ -269,8 +276,29 @@ class Conversation:
         except InvalidParameter as error:
             self._show(f"error: {error}")
 
+    def _add_image(self, name: str) -> None:
+        if not self._llm.reads_images:
+            self._show("error: this model reads text only")
+            return
+        from kvern.images.file import LARGEST_FILE, read_file
+
+        try:
+            data = read_whole(Path(name).expanduser(), LARGEST_FILE)
+            picture = read_file(data, name)
+        except (OSError, ValueError, KvernError) as error:
+            self._show(f"error: {name or '/image'} is no picture: {reason(error)}")
+            return
+        url = f"data:image;base64,{base64.b64encode(data).decode()}"
+        self._images.append({"type": "image_url", "image_url": {"url": url}})
+        self._show(f"{name}, {picture.width} x {picture.height} pixels, goes with the next message")
+
+    def _used(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """The tokens of a conversation. Raises InvalidRequest."""
+        return len(self._llm.chat_request(messages, self._params).prompt) if messages else 0
+
     def _describe(self) -> None:
-        spec, used = self._llm.spec, len(self._llm.chat_prompt(self.messages)) if self.messages else 0
+        spec = self._llm.spec
+        used = self._used(self.messages)
         self._show(f"model      {self._llm.config.model or DEFAULT_MODEL}")
         self._show(
             f"context    {used:,} of {self._llm.max_model_len:,} tokens; the model has {spec.max_position_embeddings:,}"
@@ -293,7 +321,7 @@ class Conversation:
             found = msgspec.json.decode(
                 read_whole(Path(name).expanduser(), MOST_SAVED_BYTES), type=list[dict[str, Any]]
             )
-            self._llm.chat_prompt(found)
+            self._used(found)
         except (OSError, ValueError, KvernError) as error:
             self._show(f"error: {name or '/load'} is no conversation: {reason(error)}")
             return
@@ -303,7 +331,9 @@ class Conversation:
 
     def answer(self, text: str) -> str | None:
         """Writes the answer to a message; returns how fast it was. None: there is none, and the reason is shown."""
-        self.messages.append({"role": "user", "content": text})
+        content: Any = [*self._images, {"type": "text", "text": text}] if self._images else text
+        self._images = []
+        self.messages.append({"role": "user", "content": content})
         self.was_stopped = False
         written, tokens = "", 0
         cut = ""

@@ -60,6 +60,11 @@ class PythonApi(ABC):
         """The most tokens of a prompt and its answer."""
         return self._inputs.max_model_len
 
+    @property
+    def reads_images(self) -> bool:
+        """True if conversations may have images."""
+        return self._inputs.model.reads_images
+
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
         return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
