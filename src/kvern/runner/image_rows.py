@@ -42,6 +42,12 @@ class RequestImages:
     counts: Sequence[int]
     positions: Numbers | None
 
+    def after(self, computed: int) -> "RequestImages | None":
+        """What is left once so many tokens are computed: files only until the last token of an image is."""
+        if (self.numbers[computed:] >= 0).any():
+            return self
+        return None if self.positions is None else RequestImages(NOTHING, (), (), self.positions)
+
     def turned_by(self, start: int, count: int) -> Numbers:
         """The axes `[count, 3]` of tokens of prompt and answer; those of the answer go on from the prompt's last."""
         assert self.positions is not None
@@ -71,8 +77,9 @@ class ImageRows:
         """Rows of the batch have new requests."""
         for request in joined:
             prompt = request.spec.prompt
-            found = self._images(prompt.token_ids, prompt.attachments) if prompt.attachments else None
-            self._requests[request.slot] = found
+            images = self._images(prompt.token_ids, prompt.attachments) if prompt.attachments else None
+            computed = request.num_computed_tokens if self._tower is not None else len(prompt)
+            self._requests[request.slot] = None if images is None else images.after(computed)
 
     def fork(self, forked: Sequence[Fork]) -> None:
         """Rows go on from others."""
@@ -117,6 +124,8 @@ class ImageRows:
     def _wanted(self, item: ScheduledTokens) -> tuple[RequestImages | None, Numbers]:
         """The images of a row, and the numbers of the rows of its tokens; none if no token is an image's."""
         images = self._requests[item.slot]
+        if images is not None and images.files:
+            images = self._requests[item.slot] = images.after(item.start)
         if images is None or item.start >= len(images.numbers):
             return None, NOTHING
         numbers = images.numbers[item.start : item.start + item.count]
