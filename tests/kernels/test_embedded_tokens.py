@@ -10,7 +10,7 @@ import torch
 
 import kvern.runner.prompt_graphs
 from kvern import LLM, SamplingParams
-from kvern.request.step import ScheduledTokens
+from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
 from kvern.runner.prompt_graphs import PromptKind
 from kvern.runner.step_graphs import GraphMemory
@@ -37,6 +37,12 @@ class TableRows:
     def __init__(self, runner: Any) -> None:
         self._rows, self._embed = runner.model.rows, runner.model.decoder.embed_tokens
         self.steps = 0
+
+    def fork(self, forked: Sequence[Fork]) -> None:
+        """The rows of the batch know their tokens."""
+
+    def join(self, joined: Sequence[NewRequest]) -> None:
+        """The rows of the batch know their tokens."""
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         true, source = list[int](), list[int]()

@@ -14,7 +14,7 @@ from kvern import LLM, EngineConfig, SamplingParams
 from kvern.errors import ConfigError
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
-from kvern.server.keys import ApiKey
+from kvern.server.keys import KeyRing
 from kvern.serving.client import EngineClient
 from tests.support.peft_adapters import make_adapter
 
@@ -43,14 +43,15 @@ async def two_engines(tiny_model: Path, adapters: dict[str, str], folder: Path) 
     )
     small = EngineConfig("kvern-1m", max_model_len=SIZES["small"], served_model_name=("small",), **OPTIONS)
     async with EngineClient(tiny) as one, EngineClient(small) as two:
-        server = Server([one, two], ServerConfig(adapter_folder=folder), [ApiKey("admin", b"secret", admin=True)])
+        config = ServerConfig(adapter_folder=folder, api_key=("admin:secret admin=1",))
+        server = Server([one, two], config, KeyRing(config))
         transport, key = httpx2.ASGITransport(server.app()), {"authorization": "Bearer secret"}
         async with httpx2.AsyncClient(
             transport=transport, base_url="http://127.0.0.1", headers=key, timeout=120
         ) as http:
             yield http
         with pytest.raises(ConfigError, match="tiny names two models"):
-            Server([one, one], ServerConfig())
+            Server([one, one], ServerConfig(), KeyRing(ServerConfig()))
 
 
 async def said(http: httpx2.AsyncClient, model: str | None) -> str:

@@ -22,6 +22,7 @@ from kvern.models.hub import resolve_model
 from kvern.request.sampling_params import StructuredOutput
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
+from kvern.server.keys import KeyRing
 from kvern.serving.client import EngineClient
 from kvern.structured import apart, masks, worker
 from kvern.structured.apart import GrammarProcesses
@@ -243,7 +244,7 @@ def test_whose_turn_does_not_come_is_told_to_come_again(monkeypatch: pytest.Monk
 
     async def ask_twice() -> list[httpx2.Response]:
         async with EngineClient(EngineConfig(model="kvern-1m", threads=1)) as client:
-            app = Server([client], ServerConfig()).app()
+            app = Server([client], ServerConfig(), KeyRing(ServerConfig())).app()
             async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as http:
                 bodies = [{"prompt": "a", "guided_json": patterns(500 + number)} for number in range(2)]
                 return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))

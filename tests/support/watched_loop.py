@@ -14,6 +14,7 @@ import uvicorn
 from kvern.config import EngineConfig
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
+from kvern.server.keys import KeyRing
 from kvern.serving.client import EngineClient
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[list[bytes]]]
@@ -35,7 +36,8 @@ async def watched_server(config: ServerConfig | None = None) -> AsyncIterator[tu
         times.append(time.thread_time() - began)
 
     async with EngineClient(EngineConfig(model="kvern-1m", threads=1)) as client:
-        app = Server([client], config or ServerConfig()).app()
+        settings = config or ServerConfig()
+        app = Server([client], settings, KeyRing(settings)).app()
         listener = socket.create_server(("127.0.0.1", 0))
         http = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none"))
         serving_it = asyncio.create_task(http.serve(sockets=[listener]))
