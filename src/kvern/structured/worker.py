@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvern.errors import InvalidParameter
+from kvern.errors import InvalidParameter, KvernError
 from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.compiler import compile_grammar
 from kvern.structured.grammar import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarSetup, GrammarVerdict
@@ -33,7 +33,7 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as control:
         setup = msgspec.msgpack.decode(receive(control) or b"", type=GrammarSetup)
         library = GrammarLibrary(Path(setup.folder), setup.vocab_size)
-        with contextlib.suppress(InvalidParameter):  # which every form then says
+        with contextlib.suppress(KvernError):  # of a vocabulary or a folder that is away, which every form then says
             _ = library.tokenizer
         while True:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
