@@ -43,6 +43,14 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_model(kind, tmp_path_factory.mktemp("vision") / kind)
 
 
+PARTS_OF_FAMILIES = {
+    "mistral3": {"axes": False, "taps": False},
+    "qwen3_vl": {"axes": True, "taps": True},
+    "qwen3_5": {"axes": True, "taps": False},
+}
+"""Whether tokens have positions by row and column, and whether rows are added after the first layers."""
+
+
 def engine(folder: Path, **options: Any) -> LLM:
     return LLM(
         str(folder), **{"dtype": "float32", "threads": 1, "max_model_len": 512, "max_batch_requests": 8} | options
@@ -300,25 +308,33 @@ def test_a_checkpoint_without_its_encoder_reads_text(
         assert "the model reads no images here" in caplog.text
 
 
-@pytest.mark.parametrize("without", ["positions by row and column", "rows after the first layers"])
-def test_what_is_left_out_changes_answers(
-    without: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_out_changes_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons above would notice."""
     spec = vision_of(read_config(folder))
-    assert spec is not None
-    if not (spec.axes if without.startswith("positions") else spec.taps):
-        pytest.skip(f"{kind} has no {without}")
-    if spec.axes and without.startswith("positions"):
-        monkeypatch.setattr("kvern.models.families.qwen_vision.qwen3_vl", lambda config: replace(spec, axes=False))
-    else:
-        monkeypatch.setattr(EmbeddedTokens, "deepened", lambda self, layer, hidden, wanted: hidden)
+    assert spec is not None and {"axes": spec.axes, "taps": bool(spec.taps)} == PARTS_OF_FAMILIES[kind]
     image = picture(100, 130)
-    with engine(folder) as llm:
-        [output] = llm.chat(talk("what", image, "is this"), PARAMS)
-    expected = expected_logprobs(kind, folder, output.prompt_token_ids, [image])
-    token, entries = output.outputs[0].token_ids[0], output.outputs[0].logprobs or []
-    assert abs(float(expected[-1, token]) - entries[0][token].logprob) > 1e-3
+    for part in (name for name, is_there in PARTS_OF_FAMILIES[kind].items() if is_there):
+        with monkeypatch.context() as patch:
+            if part == "axes":
+                patch.setattr("kvern.models.families.qwen_vision.qwen3_vl", lambda _: replace(spec, axes=False))
+            else:
+                patch.setattr(EmbeddedTokens, "deepened", lambda self, layer, hidden, wanted: hidden)
+            with engine(folder) as llm:
+                [output] = llm.chat(talk("what", image, "is this"), PARAMS)
+        expected = expected_logprobs(kind, folder, output.prompt_token_ids, [image])
+        token, entries = output.outputs[0].token_ids[0], output.outputs[0].logprobs or []
+        assert abs(float(expected[-1, token]) - entries[0][token].logprob) > 1e-3
+
+
+def test_prompts_of_token_ids_are_cached_by_their_images_too(folder: Path, llm: LLM) -> None:
+    """A program that makes a prompt itself need not name its images."""
+    one, other = picture(60, 60, 8), picture(60, 60, 9)
+    [asked] = llm.chat(talk("what", one, "is in this picture " * 8), PARAMS)
+    prompts = [PromptInput(asked.prompt_token_ids, (saved(image),)) for image in (one, other, one)]
+    first, changed, again = (llm.generate(prompt, PARAMS)[0] for prompt in prompts)
+    tokens = [output.outputs[0].token_ids for output in (asked, first, again)]
+    assert tokens == tokens[:1] * 3
+    assert changed.cached_tokens < first.cached_tokens and changed.outputs[0].logprobs != first.outputs[0].logprobs
 
 
 def test_the_terminal_shows_a_picture(llm: LLM, tmp_path: Path) -> None:

@@ -156,9 +156,7 @@ class InputProcessor:
             read = PromptInput(as_list(prompt))
         self._check_tokens(read.token_ids)
         _check_contents(read, self.model)
-        if self.model.reads_images:
-            self.images.check(read)
-        return read
+        return self.images.checked(read) if self.model.reads_images else read
 
     @functools.cached_property
     def images(self) -> "ImageReader":

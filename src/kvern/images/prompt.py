@@ -1,9 +1,12 @@
 """Prompts with images: each placeholder becomes the tokens of its image."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from kvern.errors import InvalidRequest, UnsupportedModel
 from kvern.images.file import ImageFile, read_file
@@ -23,8 +26,11 @@ class ImageReader:
     settings: ImageSettings
     spec: VisionSpec
     ids: tuple[int, int | None, int | None]
-    mark: str
-    """The text that stands for an image in a prompt."""
+
+    @property
+    def mark(self) -> str:
+        """The text that stands for an image in a prompt."""
+        return self.spec.tokens.image
 
     @classmethod
     def of(cls, folder: Path, spec: VisionSpec, tokenizer: Tokenizer) -> "ImageReader":
@@ -36,18 +42,28 @@ class ImageReader:
             raise UnsupportedModel(
                 f"the tokenizer of {folder} lacks a token of images, {', '.join(filter(None, names))}"
             )
-        return cls(settings, spec, (spec.image_id, ids[1], ids[2]), spec.tokens.image)
+        return cls(settings, spec, (spec.image_id, ids[1], ids[2]))
 
-    def check(self, prompt: PromptInput) -> None:
-        """Refuses a prompt whose tokens do not fit its images. Raises InvalidRequest."""
+    def checked(self, prompt: PromptInput) -> PromptInput:
+        """Returns a prompt whose blocks are named by its images too, whoever made it.
+
+        Raises InvalidRequest if its tokens do not fit its images.
+        """
         files = [read_file(data, f"attachment {number}") for number, data in enumerate(prompt.attachments)]
-        wanted = sum(self.settings.tokens(file).cells for file in files)
+        firsts = [0, *itertools.accumulate(self.settings.tokens(file).cells for file in files)]
         found = prompt.token_ids.count(self.spec.image_id)
-        if found != wanted:
+        if found != firsts[-1]:
             raise InvalidRequest(
-                f"the prompt has {found} times the token {self.mark}, and its {len(files)} images have {wanted}: send "
-                "a conversation"
+                f"the prompt has {found} times the token {self.mark}, and its {len(files)} images have {firsts[-1]}: "
+                "send a conversation"
             )
+        if not files:
+            return prompt
+        places = [place for place, token in enumerate(prompt.token_ids) if token == self.spec.image_id]
+        keys = {
+            places[first]: file.digest + self.settings.digest for first, file in zip(firsts[:-1], files, strict=True)
+        }
+        return msgspec.structs.replace(prompt, block_keys=tuple(sorted({**dict(prompt.block_keys), **keys}.items())))
 
     def read(self, part: Mapping[str, Any], place: str) -> ImageFile:
         """Returns the image in a part of a message. Raises InvalidRequest."""
@@ -69,11 +85,8 @@ class ImageReader:
         if len(places) != len(files):
             raise InvalidRequest(f"the model's chat template has {len(places)} places for {len(files)} images")
         found: list[int] = []
-        keys = []
         begin = 0
         for place, file in zip(places, files, strict=True):
-            found += token_ids[begin:place]
-            keys.append((len(found), file.digest + self.settings.digest))
-            found += self.tokens(file)
+            found += [*token_ids[begin:place], *self.tokens(file)]
             begin = place + 1
-        return PromptInput([*found, *token_ids[begin:]], tuple(file.data for file in files), tuple(keys))
+        return PromptInput([*found, *token_ids[begin:]], tuple(file.data for file in files))
