@@ -4,7 +4,6 @@ The same name and vocabulary give the same work on any machine. Token ids are dr
 is smaller than 2000) up to the vocabulary's size.
 """
 
-import difflib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, did_you_mean
 from kvern.io.files import reason
 
 
@@ -102,9 +101,8 @@ def _make(name: str, vocabulary: int) -> Workload:
     if path.suffix == ".jsonl" or path.exists():
         return _read(path, vocabulary)
     known = [*WORKLOADS, *SUITES]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}, or a .jsonl file"
-    raise ConfigError(f"workload {name!r} is unknown: {hint}")
+    hint = did_you_mean(name, known) or f": choose one of {', '.join(known)}, or a .jsonl file"
+    raise ConfigError(f"workload {name!r} is unknown{hint}")
 
 
 def _read(path: Path, vocabulary: int) -> Workload:

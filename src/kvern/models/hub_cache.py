@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvern.errors import ConfigError, ModelNotFound
+from kvern.errors import ConfigError, ModelNotFound, did_you_mean
 from kvern.io.files import as_size
 
 if TYPE_CHECKING:
@@ -81,9 +80,8 @@ def remove(model: str) -> int:
     name, _, ending = model.partition(":")
     found = {repository.repo_id: repository for repository in cached()}
     if name not in found:
-        near = difflib.get_close_matches(name, found, n=1)
-        hint = f"did you mean {near[0]}?" if near else "kvern list shows what is there"
-        raise ModelNotFound(f"model {model!r} is not among those that were downloaded: {hint}")
+        hint = did_you_mean(name, found) or ": kvern list shows what is there"
+        raise ModelNotFound(f"model {model!r} is not among those that were downloaded{hint}")
     if ending:
         return _remove_file(found[name], ending)
     strategy = scan_cache_dir().delete_revisions(*(revision.commit_hash for revision in found[name].revisions))

@@ -71,8 +71,8 @@ def _option(name: str, value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
         return {name: converted(name, value, types, name, strict=True)}
     rule = VLLM.get(name)
     if rule is None:
-        hint = nearest(name, types) or "the options are the fields of kvern.EngineConfig"
-        raise ConfigError(f"there is no option {name}: {hint}")
+        hint = nearest(name, types) or ": the options are the fields of kvern.EngineConfig"
+        raise ConfigError(f"there is no option {name}{hint}")
     if getattr(rule, "option", "adapter") not in {*types, "adapter"}:
         if value is None or value is False:
             return {}

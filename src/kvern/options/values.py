@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvern.config import choices_of
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, did_you_mean
 from kvern.options.texts import json_object
 
 
@@ -45,7 +44,7 @@ def converted(name: str, value: Any, types: Mapping[str, Any], source: str, stri
     if name not in types:
         if isinstance(value, Mapping):
             raise ConfigError(f"{source} is no option but a table: write options without one")
-        raise ConfigError(f"{source} is no option: {nearest(name, types) or 'kvern run --help lists the options'}")
+        raise ConfigError(f"{source} is no option{nearest(name, types) or ': kvern run --help lists the options'}")
     if isinstance(value, str) and types[name] == tuple[str, ...]:
         return (value,)
     if not strict and types[name] == Mapping[str, str]:
@@ -63,12 +62,11 @@ def converted(name: str, value: Any, types: Mapping[str, Any], source: str, stri
         ) from error
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Returns the question whether an option with a similar name was meant; None if there is none."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns `did_you_mean` of an option, kvern's or vLLM's."""
     from kvern.options.vllm import VLLM
 
-    near = difflib.get_close_matches(name, [*known, *VLLM], n=1)
-    return f"did you mean {near[0]}?" if near else None
+    return did_you_mean(name, [*known, *VLLM])
 
 
 def as_path(kind: type, value: Any) -> Path:

@@ -28,7 +28,7 @@ EXPERTS = "copies of experts are --redundant-experts N, and --rebalance-experts 
 ONE_PROCESS = "a server is one process, and its engine another"
 NO_CODE = "models are computed by code of kvern alone, never by code from their folders; see kvern models --families"
 NO_COMPILER = "nothing is compiled by torch.compile, and CUDA graphs are captured for all sizes; see --no-cuda-graphs"
-TEXT_ALONE = "models read text alone"
+MEDIA = "images are read as the model's folder says, and no audio or video"
 ALWAYS = "it is always so"
 LOGS = "kvern's log holds warnings and errors; --log-requests adds a line for each request"
 NO_DRAFT = "speculative decoding is --draft-model MODEL, or --proposer ngram; as many drafts are verified as pay"
@@ -109,7 +109,7 @@ VLLM: dict[str, Rule] = {
     "disable_sliding_window": Refused("each layer attends to what config.json says; see --hf-overrides"),
     "enable_sleep_mode": Refused("a server ends instead, and a new one starts in seconds", 0),
     "enable_prompt_embeds": Refused("prompts are texts or token ids", 0),
-    "language_model_only": Idle(TEXT_ALONE, silent=True),
+    "language_model_only": Idle(MEDIA, silent=True),
     # Memory.
     "gpu_memory_utilization": Named("gpu_memory_share"),
     "kv_cache_dtype": Named(
@@ -198,12 +198,12 @@ VLLM: dict[str, Rule] = {
 }
 
 ALIKE: dict[Rule, tuple[str, ...]] = {
-    Idle(TEXT_ALONE, 1): (
+    Idle(MEDIA, 1): (
         "allowed_media_domains", "default_mm_loras", "mm_encoder_attn_backend", "mm_shm_cache_max_object_size_mb",
         "video_pruning_rate", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb",
         "mm_encoder_tp_mode", "media_io_kwargs", "allowed_local_media_path", "mm_processor_cache_type",
     ),
-    Idle(TEXT_ALONE): (
+    Idle(MEDIA): (
         "disable_chunked_mm_input", "enable_multimodal_encoder_data_parallel", "interleave_mm_strings",
         "skip_mm_profiling", "disable_mm_preprocessor_cache",
     ),

@@ -4,7 +4,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy
 import numpy.typing
@@ -22,8 +21,6 @@ from kvern.spec.vision import VisionSpec
 
 MOST_BYTES = 256 << 20
 """The limit of rows that are kept of images which nobody reads."""
-
-
 Numbers = numpy.typing.NDArray[numpy.int64]
 NOTHING: Numbers = numpy.empty(0, dtype=numpy.int64)
 
@@ -146,11 +143,11 @@ class ImageRows:
         """The rows of an image."""
         tower = self._tower
         assert tower is not None, "a stage after the first reads no images"
-        name = blake2b(data, digest_size=16).digest()
+        file = read_file(data, "an image")
+        name = file.digest
         if name in self._known:
             self._known.move_to_end(name)
             return self._known[name]
-        file = read_file(data, "an image")
         pixels = torch.from_numpy(self._settings.normalized(self._settings.patches(file)))
         grid = self._settings.grid(file)
         attend = TorchAttend(tower.spec.attentions, _line([grid.cells], tower.build.device))

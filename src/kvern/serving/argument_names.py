@@ -21,7 +21,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "chat_template_content_format": ((None, "auto", "string", "openai"), _FORM),
     "tokenization_kwargs": ((None, {}), "give truncate_prompt_tokens"),
     "pooling_params": ((None,), "give dimensions, or truncate_prompt_tokens"),
-    "mm_processor_kwargs": ((None, {}), "models read text alone"),
+    "mm_processor_kwargs": ((None, {}), "images are read as the model's folder says"),
     "guided_options_request": ((None,), "give structured among the sampling parameters"),
     "prompt_adapter_request": ((None,), "kvern has no prompt adapters"),
     "request_id": ((None,), "stream() is the call whose output grows, and leaving the loop ends it; leave the id out"),

@@ -14,7 +14,6 @@ from kvern.plugins import imported
 from kvern.request.other_names import missing
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.chats import Tools
-from kvern.spec.facts import ModelFacts
 from kvern.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class PythonApi(ABC):
         return self.config.model or self._folder.name
 
     def _check_embeds(self) -> None:
-        check_embeds(ModelFacts.of(self.spec), self._folder, self._name)
+        check_embeds(self._inputs.model, self._folder, self._name)
 
     def _labels(self) -> "Labels":
         found: Labels = imported("kvern.engine.labels:labels_of")(self._folder, self._name)
