@@ -16,7 +16,7 @@ from PIL import Image
 from kvern.errors import InvalidRequest
 from kvern.images.file import pixels_of, read_file
 from kvern.images.parts import bytes_of
-from kvern.images.settings import LongestEdge
+from kvern.images.pixtral import LongestEdge
 
 FILTER = Image.Resampling.BICUBIC
 

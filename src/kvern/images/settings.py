@@ -1,7 +1,6 @@
-"""The sizes to which families resize images, by the settings in a model's folder."""
+"""What decides the pixels of images: sizes, filters and colours, by the settings in a model's folder."""
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy
 import numpy.typing
 
-from kvern.errors import UnsupportedModel, shown
+from kvern.errors import UnsupportedModel
 from kvern.images.file import ImageFile, Pixels, pixels_of
 from kvern.io.files import read_object
+from kvern.plugins import imported
 from kvern.spec.vision import VisionSpec
 
 BICUBIC = 3
@@ -37,45 +37,6 @@ class Resizing(Protocol):
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the width and height, in pixels, multiples of what one token covers."""
         ...
-
-
-@dataclass(frozen=True)
-class LongestEdge:
-    """Pixtral's: the longer side has at most `edge` pixels, and both are rounded up to multiples of `unit`."""
-
-    edge: int
-    unit: int
-
-    def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the width and height."""
-        ratio = max(height / self.edge, width / self.edge)
-        if ratio > 1:
-            width, height = int(width / ratio), int(height / ratio)
-        return self._up(width), self._up(height)
-
-    def _up(self, side: int) -> int:
-        return -(-max(side, 1) // self.unit) * self.unit
-
-
-@dataclass(frozen=True)
-class PixelCount:
-    """Qwen-VL's: both sides are rounded to multiples of `unit`, and the picture has from `least` to `most` pixels."""
-
-    least: int
-    most: int
-    unit: int
-
-    def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the width and height."""
-        unit = self.unit
-        wide, high = (round(side / unit) * unit for side in (width, height))  # half of a unit goes to an even number
-        if wide * high > self.most:
-            factor = math.sqrt(width * height / self.most)
-            return max(unit, int(width / factor / unit) * unit), max(unit, int(height / factor / unit) * unit)
-        if wide * high < self.least:
-            factor = math.sqrt(self.least / (width * height))
-            return math.ceil(width * factor / unit) * unit, math.ceil(height * factor / unit) * unit
-        return wide, high
 
 
 @dataclass(frozen=True)
@@ -143,30 +104,12 @@ def read_processor(folder: Path) -> Mapping[str, Any]:
 
 def settings_of(folder: Path, spec: VisionSpec) -> ImageSettings:
     """Returns the settings of the model in a folder. Raises UnsupportedModel."""
-    make = {"pixtral": pixtral, "qwen": qwen}[spec.settings]
-    return make(read_processor(folder), spec.patch, spec.projector.merge)
+    found: ImageSettings = imported(spec.settings)(read_processor(folder), spec)
+    return found
 
 
-def pixtral(given: Mapping[str, Any], patch: int, merge: int) -> ImageSettings:
-    """The settings of Pixtral and Mistral 3. Raises UnsupportedModel."""
-    edge = given["size"].get("longest_edge")
-    if not isinstance(edge, int) or edge < 1:
-        raise UnsupportedModel(f"size of the image processor is {shown(given['size'])}: a longest_edge is supported")
-    return _settings(given, LongestEdge(edge, patch * merge), patch, merge)
-
-
-def qwen(given: Mapping[str, Any], patch: int, merge: int) -> ImageSettings:
-    """The settings of Qwen2-VL and later ones, whose edges are counts of pixels. Raises UnsupportedModel."""
-    size = given["size"]
-    least, most = size.get("shortest_edge", given.get("min_pixels")), size.get("longest_edge", given.get("max_pixels"))
-    if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most):
-        raise UnsupportedModel(
-            f"size of the image processor is {shown(size)}: it must have shortest_edge, longest_edge"
-        )
-    return _settings(given, PixelCount(least, most, patch * merge), patch, merge)
-
-
-def _settings(given: Mapping[str, Any], resizing: Resizing, patch: int, merge: int) -> ImageSettings:
+def common_settings(given: Mapping[str, Any], resizing: Resizing, patch: int, merge: int) -> ImageSettings:
+    """Returns the settings with the colours and the filter that a processor has under the usual names."""
     mean, deviation = (_colours(given[name]) for name in ("image_mean", "image_std"))
     return ImageSettings(resizing, patch, merge, mean, deviation, int(given.get("resample", BICUBIC)))
 

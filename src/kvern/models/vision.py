@@ -1,6 +1,6 @@
 """The encoder of images: pixels of patches in, rows of embeddings for the language model out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from kvern.images.settings import Grid
 from kvern.layers.block import Places, SequentialLayer
 from kvern.layers.build import Build
 from kvern.layers.embedding import Table
-from kvern.layers.linear import column, row
+from kvern.layers.linear import column
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
@@ -21,12 +21,12 @@ from kvern.layers.step_context import Attend, StepContext
 from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import check_fits, filled_model
+from kvern.models.projectors import projector
 from kvern.models.weighted import WeightedModel
 from kvern.spec.model import ModelSpec
-from kvern.spec.vision import PatchRopeSpec, ProjectorSpec, VisionSpec
+from kvern.spec.vision import PatchRopeSpec, VisionSpec
 
 CHANNELS = 3
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
 
 class Patches(Module):
@@ -41,40 +41,6 @@ class Patches(Module):
     def forward(self, pixels: Tensor) -> Tensor:
         states: Tensor = self.patch_proj(pixels)
         return states
-
-
-class Projector(Module):
-    """The way from the states of patches to rows; see ProjectorSpec. `late`: the norm is of patches side by side."""
-
-    def __init__(self, spec: ProjectorSpec, width: int, build: Build, *, late: bool = False) -> None:
-        super().__init__()
-        self.merge = spec.merge
-        self._late = late
-        beside = width * spec.merge**2
-        self.norm = Norm(spec.norm, beside if late else width, "norm", build)
-        self.merging_layer = column(build, beside, {"merging_layer": width}) if spec.reduces else None
-        inputs = width if spec.reduces else beside
-        self.linear_1 = column(build, inputs, {"linear_1": spec.inner}, bias=spec.bias)
-        self.linear_2 = row(build, spec.inner, "linear_2", spec.hidden, bias=spec.bias)
-        self.activation = ACTIVATIONS[spec.activation]
-
-    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
-        normal = states if self._late else self.norm(states)
-        parts = torch.split(normal, [grid.cells for grid in grids])
-        merged = torch.cat([self._merged(part, grid) for part, grid in zip(parts, grids, strict=True)])
-        if self._late:
-            merged = self.norm(merged)
-        if self.merging_layer is not None:
-            merged = self.merging_layer(merged)
-        rows: Tensor = self.linear_2(self.activation(self.linear_1(merged)))
-        return rows
-
-    def _merged(self, states: Tensor, grid: Grid) -> Tensor:
-        """The states of neighbours side by side: `[tokens, width * merge^2]`."""
-        size = self.merge
-        squares = states.view(grid.rows // size, size, grid.columns // size, size, -1)
-        order = (0, 2, 1, 3, 4) if self.merging_layer is None else (0, 2, 4, 1, 3)
-        return squares.permute(order).flatten(2).flatten(0, 1)
 
 
 class PatchRope(Module):
@@ -136,10 +102,11 @@ class VisionTower(WeightedModel):
             SequentialLayer(Places(index, 0), spec.tower, layer, build.at(f"layers.{index}"))
             for index, layer in enumerate(spec.tower.layers)
         )
-        self.projector = Projector(spec.projector, width, build.at("projector"))
+        self.projector = projector(spec.projector, width, build.at("projector"))
         self.deep = nn.ModuleList(
-            Projector(spec.projector, width, build.at(f"deep.{number}"), late=True) for number in range(len(spec.taps))
+            projector(tap.projector, width, build.at(f"deep.{number}")) for number, tap in enumerate(spec.taps)
         )
+        self._tapped = [tap.layer for tap in spec.taps]
         self.rope = PatchRope(spec.rope, build)
 
     def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: Attend) -> Tensor:
@@ -155,7 +122,7 @@ class VisionTower(WeightedModel):
         tapped: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             hidden, update = layer(hidden, update, step)
-            if index in self.vision.taps:
+            if index in self._tapped:
                 hidden, update = hidden if update is None else hidden + update, None
                 tapped.append(self.deep[len(tapped)](hidden, grids))
         states = hidden if update is None else hidden + update

@@ -21,11 +21,12 @@ class PatchRopeSpec:
 
 
 @dataclass(frozen=True)
-class ProjectorSpec:
+class MergingSpec:
     """The way from the patches' states to rows `[N, hidden]`: a norm, `merge` x `merge` patches side by side, and two
     matrices with `inner` numbers between them, on which `activation` stands.
 
     `reduces`: another matrix first makes one state of the patches; side by side are then their channels, not they.
+    `late`: the norm is of the patches side by side.
     """
 
     hidden: int
@@ -35,6 +36,19 @@ class ProjectorSpec:
     norm: "NormSpec"
     bias: bool = False
     reduces: bool = False
+    late: bool = False
+
+
+ProjectorSpec = MergingSpec
+"""The kinds of projectors."""
+
+
+@dataclass(frozen=True)
+class TapSpec:
+    """A projector more, after a layer of the tower; its rows are added to states of the language model."""
+
+    layer: int
+    projector: ProjectorSpec
 
 
 @dataclass(frozen=True)
@@ -56,8 +70,9 @@ class VisionSpec:
     table      the side of a square table of learned positions, between which patches lie; 0: there is none
     first_norm and patch_bias: a norm follows the pixels' matrix, which has a bias
     axes       tokens of images have positions by row and column in the language model, too
-    taps       layers of the tower after which a projector more makes rows, which are added to the states of the tokens
-               after as many layers of the language model, in their order
+    taps       in the order of layers; the rows of the n-th are added to the states of tokens after the n-th layer
+               of the language model
+    settings   `module:function`, which makes ImageSettings of the folder's image processor and this spec
     """
 
     tower: "ModelSpec"
@@ -67,9 +82,13 @@ class VisionSpec:
     tokens: ImageTokens
     image_id: int
     settings: str
-    """The function of `images/settings.py` that reads the folder's settings."""
     table: int = 0
     first_norm: bool = False
     patch_bias: bool = False
     axes: bool = False
-    taps: tuple[int, ...] = ()
+    taps: tuple[TapSpec, ...] = ()
+
+    @property
+    def merge(self) -> int:
+        """The patches on the side of what becomes one token."""
+        return self.projector.merge

@@ -8,7 +8,7 @@ from kvern.models.describe import read_activation
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename, RopeSpec
-from kvern.spec.vision import ImageTokens, PatchRopeSpec, ProjectorSpec, VisionSpec
+from kvern.spec.vision import ImageTokens, MergingSpec, PatchRopeSpec, VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ def mistral3(config: Config) -> VisionSpec:
         tower,
         int(vision["patch_size"]),
         PatchRopeSpec(float(rope["rope_theta"]), head_dim, "alternate"),
-        ProjectorSpec(
+        MergingSpec(
             int(text["hidden_size"]),
             int(text["hidden_size"]),
             merge,
@@ -73,6 +73,6 @@ def mistral3(config: Config) -> VisionSpec:
         ),
         ImageTokens("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         int(config.get("image_token_id", config.get("image_token_index", 10))),
-        "pixtral",
+        "kvern.images.pixtral:pixtral",
         first_norm=True,
     )

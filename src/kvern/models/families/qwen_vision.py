@@ -4,6 +4,7 @@ Qwen3-VL also adds what some layers of the encoder see to the first layers of th
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvern.errors import UnsupportedModel
@@ -11,7 +12,7 @@ from kvern.models.describe import read_activation
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import BiasSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename, RopeSpec
-from kvern.spec.vision import ImageTokens, PatchRopeSpec, ProjectorSpec, VisionSpec
+from kvern.spec.vision import ImageTokens, MergingSpec, PatchRopeSpec, TapSpec, VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,17 +68,17 @@ def qwen3_vl(config: Config) -> VisionSpec:
         renames=_RENAMES,
         ignored=(r"^(model\.)?(language_model|lm_head|mtp)\.",),
     )
-    wide = hidden * merge**2
+    projector = MergingSpec(int(vision["out_hidden_size"]), hidden * merge**2, merge, "gelu", NORM, bias=True)
     return VisionSpec(
         tower,
         int(vision["patch_size"]),
         PatchRopeSpec(theta, head_dim, "twice"),
-        ProjectorSpec(int(vision["out_hidden_size"]), wide, merge, "gelu", NORM, bias=True),
+        projector,
         ImageTokens("<|image_pad|>"),
         int(config["image_token_id"]),
-        "qwen",
+        "kvern.images.qwen:qwen",
         table=side,
         patch_bias=True,
         axes=True,
-        taps=taps,
+        taps=tuple(TapSpec(layer, replace(projector, late=True)) for layer in taps),
     )

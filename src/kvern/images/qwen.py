@@ -1,0 +1,42 @@
+"""The sizes of images for Qwen2-VL and later ones, whose edges are counts of pixels."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.errors import UnsupportedModel, shown
+from kvern.images.settings import ImageSettings, common_settings
+from kvern.spec.vision import VisionSpec
+
+
+@dataclass(frozen=True)
+class PixelCount:
+    """Qwen-VL's: both sides are rounded to multiples of `unit`, and the picture has from `least` to `most` pixels."""
+
+    least: int
+    most: int
+    unit: int
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the width and height."""
+        unit = self.unit
+        wide, high = (round(side / unit) * unit for side in (width, height))  # half of a unit goes to an even number
+        if wide * high > self.most:
+            factor = math.sqrt(width * height / self.most)
+            return max(unit, int(width / factor / unit) * unit), max(unit, int(height / factor / unit) * unit)
+        if wide * high < self.least:
+            factor = math.sqrt(self.least / (width * height))
+            return math.ceil(width * factor / unit) * unit, math.ceil(height * factor / unit) * unit
+        return wide, high
+
+
+def qwen(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
+    """The settings of Qwen2-VL and later ones, whose edges are counts of pixels. Raises UnsupportedModel."""
+    size = given["size"]
+    least, most = size.get("shortest_edge", given.get("min_pixels")), size.get("longest_edge", given.get("max_pixels"))
+    if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most):
+        raise UnsupportedModel(
+            f"size of the image processor is {shown(size)}: it must have shortest_edge, longest_edge"
+        )
+    return common_settings(given, PixelCount(least, most, spec.patch * spec.merge), spec.patch, spec.merge)

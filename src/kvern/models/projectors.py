@@ -1,0 +1,61 @@
+"""The ways from an encoder's states of patches to rows of embeddings for the language model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvern.images.settings import Grid
+from kvern.layers.build import Build
+from kvern.layers.linear import column, row
+from kvern.layers.module import Module
+from kvern.layers.norm import Norm
+from kvern.spec.vision import MergingSpec, ProjectorSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
+
+
+class MergingProjector(Module):
+    """The way from the states of patches to rows; see MergingSpec."""
+
+    def __init__(self, spec: MergingSpec, width: int, build: Build) -> None:
+        super().__init__()
+        self.merge = spec.merge
+        self._late = spec.late
+        beside = width * spec.merge**2
+        self.norm = Norm(spec.norm, beside if spec.late else width, "norm", build)
+        self.merging_layer = column(build, beside, {"merging_layer": width}) if spec.reduces else None
+        inputs = width if spec.reduces else beside
+        self.linear_1 = column(build, inputs, {"linear_1": spec.inner}, bias=spec.bias)
+        self.linear_2 = row(build, spec.inner, "linear_2", spec.hidden, bias=spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
+
+    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        normal = states if self._late else self.norm(states)
+        parts = torch.split(normal, [grid.cells for grid in grids])
+        merged = torch.cat([self._merged(part, grid) for part, grid in zip(parts, grids, strict=True)])
+        if self._late:
+            merged = self.norm(merged)
+        if self.merging_layer is not None:
+            merged = self.merging_layer(merged)
+        rows: Tensor = self.linear_2(self.activation(self.linear_1(merged)))
+        return rows
+
+    def _merged(self, states: Tensor, grid: Grid) -> Tensor:
+        """The states of neighbours side by side: `[tokens, width * merge^2]`."""
+        size = self.merge
+        squares = states.view(grid.rows // size, size, grid.columns // size, size, -1)
+        order = (0, 2, 1, 3, 4) if self.merging_layer is None else (0, 2, 4, 1, 3)
+        return squares.permute(order).flatten(2).flatten(0, 1)
+
+
+PROJECTORS: Mapping[type, Callable[[Any, int, Build], Module]] = {MergingSpec: MergingProjector}
+"""The projector of each kind of spec: called with the spec, the width of the states, and the build."""
+
+
+def projector(spec: ProjectorSpec, width: int, build: Build) -> Module:
+    """Returns the projector of a spec. Its forward takes the states `[P, width]` of all patches and the images' grids,
+    and returns rows `[N, spec.hidden]`."""
+    return PROJECTORS[type(spec)](spec, width, build)
