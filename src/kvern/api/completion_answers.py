@@ -285,7 +285,7 @@ class CompletionWriter:
         head |= of_prompt(outputs[0], options) if options.is_chat else {}
         for output in outputs:
             output.forget_logprobs()
-        counts = usage(outputs, 0 if options.prompt_only else None) | details(outputs, self._chat)
+        counts = usage(outputs, 0 if options.prompt_only else None, self._chat) | details(outputs, self._chat)
         return {**head, **self._server, "choices": choices, "usage": counts}
 
     async def chunks(
@@ -317,12 +317,13 @@ class CompletionWriter:
                     shown.add(output.request_id)
                     (chunk if options.is_chat else choice)["prompt_token_ids"] = output.prompt_token_ids
                 if options.continuous_usage:
-                    chunk["usage"] = usage([output], part.tokens) | part.details
+                    chunk["usage"] = usage([output], part.tokens, self._chat) | part.details
                 if choice["finish_reason"] is not None:
                     chunk |= self._server
                 yield chunk
         if options.include_usage:
-            yield {**head, **self._server, "choices": [], "usage": usage(outputs) | details(outputs, self._chat)}
+            counts = usage(outputs, chat=self._chat) | details(outputs, self._chat)
+            yield {**head, **self._server, "choices": [], "usage": counts}
 
     def _head(self, kind: str) -> dict[str, Any]:
         """Returns the first fields of every answer and chunk."""
@@ -376,10 +377,17 @@ def of_prompt(output: RequestOutput, options: AnswerOptions) -> dict[str, Any]:
     return found | ({"prompt_logprobs": prompt_logprobs(output)} if options.prompt_logprobs else {})
 
 
-def usage(outputs: Sequence[RequestOutput], generated: int | None = None) -> dict[str, Any]:
-    """Counts the tokens of all prompts and answers, and of prompts that came from the cache."""
-    cached = sum(output.cached_tokens for output in outputs)
-    return {**token_counts(outputs, generated), "prompt_tokens_details": {"cached_tokens": cached}}
+def usage(
+    outputs: Sequence[RequestOutput], generated: int | None = None, chat: ChatRequest | None = None
+) -> dict[str, Any]:
+    """Counts the tokens of all prompts and answers, of prompts that came from the cache, and of a chat's images."""
+    counts = {"cached_tokens": sum(output.cached_tokens for output in outputs), **image_tokens(chat)}
+    return {**token_counts(outputs, generated), "prompt_tokens_details": counts}
+
+
+def image_tokens(chat: ChatRequest | None) -> dict[str, int]:
+    """Returns the count of a conversation's image tokens, for details of the prompt's tokens; empty without images."""
+    return {"image_tokens": chat.image_tokens} if chat is not None and chat.image_tokens else {}
 
 
 def details(outputs: Sequence[RequestOutput], chat: ChatRequest | None) -> dict[str, Any]:

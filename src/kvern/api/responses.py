@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvern.api.chat_fields import THINKING_FIELDS, ThinkingFields, read_thinking
+from kvern.api.completion_answers import image_tokens
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError, status_of, wrong_value
 from kvern.api.fields import (
@@ -333,7 +334,11 @@ def _conclude(response: dict[str, Any], output: RequestOutput, chat: ChatRequest
     prompt, generated = len(output.prompt_token_ids), len(answer.token_ids)
     response["usage"] = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": output.cached_tokens,
+            "cache_write_tokens": 0,
+            **image_tokens(chat),
+        },
         "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": chat.reasoning_tokens(answer.token_ids)},
         "total_tokens": prompt + generated,

@@ -154,7 +154,7 @@ class InputProcessor:
             read = msgspec.structs.replace(prompt, token_ids=as_list(prompt.token_ids))
         else:
             read = PromptInput(as_list(prompt))
-        self._check_tokens(read.token_ids)
+        self._check_tokens(read.token_ids, len(read.attachments))
         _check_contents(read, self.model)
         return self.images.checked(read) if self.model.reads_images else read
 
@@ -186,7 +186,7 @@ class InputProcessor:
                 )
         return tuple(prediction)
 
-    def _check_tokens(self, token_ids: list[int]) -> None:
+    def _check_tokens(self, token_ids: list[int], images: int) -> None:
         if not token_ids:
             raise InvalidRequest("the prompt is empty: it needs at least one token")
         if self.model.is_encoder and len(token_ids) > self.max_model_len:
@@ -197,9 +197,11 @@ class InputProcessor:
             raise PromptTooLong(message, len(token_ids), self.max_model_len)
         if not self.model.is_encoder and len(token_ids) >= self.max_model_len:
             most = self.max_model_len - 1
+            seen = token_ids.count(self.images.spec.image_id) if images and self.model.reads_images else 0
             message = (  # agents shorten their conversations where they read "maximum context length"
-                f"the prompt has {len(token_ids)} tokens, and at most {most} leave room for an answer in the maximum "
-                f"context length of {self.max_model_len} tokens: the prompt is too long; shorten it, or raise "
+                f"the prompt has {len(token_ids)} tokens{f', {seen} of them of {images} images' if seen else ''}, and "
+                f"at most {most} leave room for an answer in the maximum context length of {self.max_model_len} "
+                f"tokens: the prompt is too long; shorten it{', send smaller images' if seen else ''}, or raise "
                 "max_model_len if the model allows"
             )
             raise PromptTooLong(message, len(token_ids), most)

@@ -12,7 +12,7 @@ from kvern.errors import InvalidRequest
 from kvern.images.file import ImageFile
 from kvern.images.prompt import ImageReader
 from kvern.request.request import PromptInput
-from kvern.text.content import MediaPart, kind_of, part_text
+from kvern.text.content import MediaPart, kind_of
 
 Message = Mapping[str, Any]
 
@@ -47,8 +47,11 @@ class Pictures:
             held = sent if isinstance(sent, Mapping) else {"image": sent}
             self._files.append(self._reader.read(held, place))
             return {"type": "image"}
-        if isinstance(part, MediaPart):
-            return {"type": "text", "text": part_text(part)}
+        kind = part.kind if isinstance(part, MediaPart) else kind_of(part)
+        if isinstance(part, MediaPart) and part.note is not None:
+            return {"type": "text", "text": part.note}
+        if kind is not None:
+            raise InvalidRequest(f"{place} is of kind {kind}: this model reads texts and images; leave it out")
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             return {**part, "text": self._plain(part["text"])}
         raise InvalidRequest(f"{place} is of a type that this model does not read: send texts and images")
@@ -60,6 +63,11 @@ class Pictures:
     def encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Returns the token ids of what the template wrote."""
         return [token for piece in text.split(self._cut) for token in encode(piece)]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that have a row of an image."""
+        return sum(self._reader.settings.tokens(file).cells for file in self._files)
 
     def prompt(self, token_ids: Sequence[int]) -> PromptInput:
         """Returns the prompt with the tokens of the images at their placeholders. Raises InvalidRequest."""

@@ -1,7 +1,8 @@
 """Files of images: their size by the header alone, and their pixels.
 
 Formats are JPEG, PNG, WebP and GIF, of which the first frame counts. EXIF's orientation is applied, transparent pixels
-lie on white, and 16-bit grey keeps its range.
+lie on white, and 16-bit grey keeps its range. A file after the mark `LOW` is read in low detail: families choose sizes
+and tokens as if the picture had at most `LOW_SIDE` pixels on a side. No format begins with the mark.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ LARGEST_FILE = 20 << 20
 MOST_PIXELS = 50_000_000
 LONGEST_SIDE = 16_384
 MOST_RATIO = 200
+LOW = b"low detail\0"
+LOW_SIDE = 512
 TURNS: Mapping[object, str] = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -44,7 +47,7 @@ Pixels = numpy.typing.NDArray[numpy.uint8]
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file whose header is right. `width` and `height` are those of the picture as it is shown."""
+    """A file whose header is right. `width` and `height` are those of the picture as it is shown, or less in low detail."""
 
     data: bytes
     width: int
@@ -71,6 +74,9 @@ def read_file(data: bytes, place: str) -> ImageFile:
         raise InvalidRequest(f"{said}: at most {MOST_PIXELS}, and {LONGEST_SIDE} on a side, are read; make it smaller")
     if max(width, height) > MOST_RATIO * min(width, height):
         raise InvalidRequest(f"{said}: the longer side may have {MOST_RATIO} times the shorter one; cut it into parts")
+    if data.startswith(LOW):
+        less = max(1.0, max(width, height) / LOW_SIDE)
+        width, height = max(1, round(width / less)), max(1, round(height / less))
     return ImageFile(data, width, height)
 
 
@@ -100,7 +106,7 @@ def _opened(data: bytes, place: str) -> "Image":
     try:
         with warnings.catch_warnings():  # of sizes, which are checked afterwards
             warnings.simplefilter("ignore")
-            return Image.open(io.BytesIO(data), formats=FORMATS)
+            return Image.open(io.BytesIO(data.removeprefix(LOW)), formats=FORMATS)
     except Image.DecompressionBombError:
         raise InvalidRequest(f"{place}: the image has more than {MOST_PIXELS} pixels: make it smaller") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:

@@ -17,6 +17,7 @@ from kvern.serving.wire import Ready
 from kvern.spec.facts import ModelFacts
 from kvern.structured.apart import GrammarProcesses
 from kvern.structured.grammar import NotCompiled
+from kvern.text.content import MediaPart
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.definitions import ToolUse
@@ -117,8 +118,8 @@ class ClientInputs:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-            text, _ = self.processor.chat.written(messages, tools, options)
-            return self._counted(text, add_special_tokens)
+            encode = functools.partial(self._counted, add_special_tokens=add_special_tokens)
+            return self.processor.chat.token_ids(messages, tools, options, encode)
 
         return await self._in_thread(_characters(messages), work)
 
@@ -208,5 +209,16 @@ class ClientInputs:
 
 
 def _characters(messages: Messages) -> int:
-    """Returns the approximate number of characters of all contents."""
-    return sum(len(str(message.get("content", ""))) for message in messages)
+    """Returns the approximate number of characters of all contents, or of bytes of their images."""
+    return sum(map(_size, messages))
+
+
+def _size(content: object) -> int:
+    """Returns the approximate size of a value without writing it out: it may be an image of many megabytes."""
+    if isinstance(content, str | bytes):
+        return len(content)
+    if isinstance(content, MediaPart):
+        return _size(content.sent)
+    if isinstance(content, Mapping):
+        return sum(map(_size, content.values()))
+    return sum(map(_size, content)) if isinstance(content, list | tuple) else 0

@@ -1,5 +1,6 @@
 """The attributes that LLM and AsyncLLM share."""
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from kvern.request.other_names import missing
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.chats import Tools
 from kvern.text.tokenizer import Tokenizer
+from kvern.tools.chat import PromptOptions
 
 if TYPE_CHECKING:
     from kvern.engine.labels import Labels
@@ -66,7 +68,9 @@ class PythonApi(ABC):
 
     def chat_prompt(self, messages: Messages, tools: Tools = None, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as token ids, by the model's chat template. Raises InvalidRequest."""
-        return self.tokenizer.chat_prompt_ids(messages, tools, add_generation_prompt)
+        options = PromptOptions(add_generation_prompt=add_generation_prompt)
+        encode = functools.partial(self.tokenizer.encode, add_special_tokens=False)
+        return self._inputs.chat.token_ids(messages, tools, options, encode)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling parameters that take the model's recommendations, as all do that name no others."""

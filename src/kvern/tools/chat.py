@@ -105,8 +105,9 @@ class AnswerReader:
 class ChatRequest:
     """The prompt and parameters for the engine, and the format of the answers.
 
-    exact  the answer must match a grammar
-    lacks  wishes of the request that the chat template cannot fulfil
+    exact         the answer must match a grammar
+    lacks         wishes of the request that the chat template cannot fulfil
+    image_tokens  tokens of the prompt that have a row of an image
     """
 
     prompt: list[int] | PromptInput
@@ -117,6 +118,7 @@ class ChatRequest:
     thought: Thought | None = None
     exact: bool = False
     lacks: tuple[str, ...] = ()
+    image_tokens: int = 0
 
     def reader(self) -> AnswerReader:
         """A reader of one answer."""
@@ -203,8 +205,9 @@ class Chat:
         addressed = options.add_generation_prompt and self._addresses(definitions is not None)
         form = self._format(use) if use.choice != "none" or in_turns or addressed else None
         whole = prompt if pictures is None else pictures.prompt(prompt)
+        seen = 0 if pictures is None else pictures.tokens
         if form is None and thought is None:
-            return ChatRequest(whole, params, self._tokenizer, lacks=lacks)
+            return ChatRequest(whole, params, self._tokenizer, lacks=lacks, image_tokens=seen)
         structured = params.structured
         if form is not None or structured is not None or (thought is not None and thought.budget is not None):
             structured = self._writer.answer(form, use, params.structured, thought)
@@ -218,7 +221,19 @@ class Chat:
             stop_scope=thought.stop_scope(exact) if thought and params.stop_strings else None,
         )
         tools = {tool.name: tool.parameters for tool in use.tools}
-        return ChatRequest(whole, params, self._tokenizer, form, tools, thought, exact, lacks)
+        return ChatRequest(whole, params, self._tokenizer, form, tools, thought, exact, lacks, seen)
+
+    def token_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        definitions: Sequence[Mapping[str, Any]] | None,
+        options: PromptOptions,
+        encode: Callable[[str], list[int]],
+    ) -> list[int]:
+        """The prompt as token ids, those of images included, for one who counts them. Raises InvalidRequest."""
+        pictures = self._pictures(messages)
+        text, _ = self.written(messages if pictures is None else pictures.messages, definitions, options)
+        return encode(text) if pictures is None else pictures.prompt(pictures.encoded(text, encode)).token_ids
 
     def _pictures(self, messages: Sequence[Mapping[str, Any]]) -> Pictures | None:
         """The images of a conversation; None: there are none, or the model reads none. Raises InvalidRequest."""
