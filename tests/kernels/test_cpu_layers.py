@@ -77,6 +77,8 @@ def exact(kind: str, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")
     if kind == "relu2":
         return F.relu(x).square()
+    if kind == "quick_gelu":
+        return x * (1.702 * x).sigmoid()
     if kind == "gelu":
         return x * torch.special.erfc(-x / 2**0.5) / 2
     return F.silu(x) if kind == "silu" else F.relu(x)

@@ -74,6 +74,7 @@ def check_activations(generator: torch.Generator) -> None:
             ("gelu_tanh", F.gelu(gate, approximate="tanh")),
             ("relu", F.relu(gate)),
             ("relu2", F.relu(gate).square()),
+            ("quick_gelu", gate * (1.702 * gate).sigmoid()),
         ):
             close_to(activate(x, ACTIVATIONS[kind], True), expected * up)
             close_to(activate(x[:, :width], ACTIVATIONS[kind], False), expected)

@@ -9,7 +9,7 @@ from kvern.cpu.library import CODE, DTYPES, INTEGER, NUMBER, POINTER, address, f
 
 NORMS = {"rms": 1, "layer": 2}
 """Codes in `sources/norm.h`."""
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "clamped_swiglu": 5}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "clamped_swiglu": 5, "quick_gelu": 6}
 """Codes in `sources/activation.h`."""
 
 _add = function("kvern_add", POINTER, POINTER, INTEGER, CODE)

@@ -57,6 +57,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
 def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
@@ -65,6 +69,7 @@ ACTIVATIONS: Mapping[Activation, Function] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
     "relu2": _squared_relu,
 }
@@ -116,7 +121,7 @@ def _triton_activation() -> Mapping[str, Any]:
     from kvern.kernels.activation import coded_gated_activation, gated_activation
 
     def fused(name: Activation) -> Function | None:
-        return None if name == "relu2" else partial(gated_activation, activation=name)
+        return None if name in ("relu2", "quick_gelu") else partial(gated_activation, activation=name)
 
     return {"fused_activation": fused, "coded_activation": coded_gated_activation}
 

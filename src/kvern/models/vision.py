@@ -1,8 +1,9 @@
 """The encoder of images: pixels of patches in, rows of embeddings for the language model out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,11 +53,13 @@ class PatchRope(Module):
         inverse = spec.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device=build.device) / dim)
         halves = (inverse[::2], inverse[1::2]) if spec.order == "alternate" else (inverse, inverse)
         self._of_rows, self._of_columns = halves
+        self._in_pairs = spec.order == "pairs"
         self._dtype = build.dtype
 
-    def forward(self, grids: Sequence[Grid]) -> Rotation:
-        """The rotation of all patches, row by row."""
+    def forward(self, grids: Sequence[Grid], order: Tensor | None) -> Rotation:
+        """The rotation of all patches, row by row or in another order."""
         angles = torch.cat([self._angles(grid) for grid in grids])
+        angles = angles if order is None else angles[order]
         cosine, sine = angles.cos(), angles.sin()
         whole = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
         return Rotation(*(part.unsqueeze(1).to(self._dtype) for part in whole))
@@ -66,25 +69,28 @@ class PatchRope(Module):
         rows, columns = (torch.arange(count, dtype=torch.float32, device=device) for count in grid)
         by_row = (rows[:, None] * self._of_rows)[:, None].expand(-1, grid.columns, -1)
         by_column = (columns[:, None] * self._of_columns)[None].expand(grid.rows, -1, -1)
+        if self._in_pairs:
+            return torch.stack((by_column, by_row), -1).flatten(2).flatten(0, 1)
         return torch.cat((by_row, by_column), -1).flatten(0, 1)
 
 
 class PositionTable(Module):
     """A square table of learned positions, `side` on each side, between which the patches of any grid lie evenly."""
 
-    def __init__(self, side: int, width: int, build: Build) -> None:
+    def __init__(self, side: int, width: int, build: Build, *, bicubic: bool) -> None:
         super().__init__()
         self._side = side
+        self._how: dict[str, Any] = {"mode": "bicubic"} if bicubic else {"mode": "bilinear", "align_corners": True}
         self.pos_embed = Table("pos_embed", side * side, width, build)
 
     def forward(self, grids: Sequence[Grid]) -> Tensor:
-        """The positions of all patches, row by row: `[P, width]`, in bilinear interpolation of the nearest four."""
+        """The positions of all patches, row by row: `[P, width]`, in interpolation of the nearest ones."""
         table = self.pos_embed.weight.float().view(self._side, self._side, -1)
         return torch.cat([self._between(table, grid) for grid in grids]).to(self.pos_embed.weight.dtype)
 
     def _between(self, table: Tensor, grid: Grid) -> Tensor:
         channels_first = table.permute(2, 0, 1).unsqueeze(0)
-        found = F.interpolate(channels_first, (grid.rows, grid.columns), mode="bilinear", align_corners=True)
+        found = F.interpolate(channels_first, (grid.rows, grid.columns), **self._how)
         return found[0].flatten(1).t()
 
 
@@ -96,37 +102,65 @@ class VisionTower(WeightedModel):
         self.vision = spec
         width = spec.tower.hidden_size
         self.patches = Patches(spec, build)
+        self.patch_norm = Norm(spec.tower.norm, width, "patch_norm", build) if spec.patch_norm else Identity()
+        self.positions = PositionTable(spec.table, width, build, bicubic=spec.bicubic) if spec.table else None
         self.ln_pre = Norm(spec.tower.norm, width, "ln_pre", build) if spec.first_norm else Identity()
-        self.positions = PositionTable(spec.table, width, build) if spec.table else None
         self.layers = nn.ModuleList(
             SequentialLayer(Places(index, 0), spec.tower, layer, build.at(f"layers.{index}"))
             for index, layer in enumerate(spec.tower.layers)
         )
+        self.last_norm = Norm(spec.tower.norm, width, "last_norm", build) if spec.last_norm else Identity()
         self.projector = projector(spec.projector, width, build.at("projector"))
         self.deep = nn.ModuleList(
             projector(tap.projector, width, build.at(f"deep.{number}")) for number, tap in enumerate(spec.taps)
         )
         self._tapped = [tap.layer for tap in spec.taps]
+        windows = spec.windows
+        self._side = 0 if windows is None else windows.side
+        self._whole = range(len(self.layers)) if windows is None else windows.whole
         self.rope = PatchRope(spec.rope, build)
 
-    def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: Attend) -> Tensor:
+    def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: Callable[[Sequence[int]], Attend]) -> Tensor:
         """The rows `[N, (1 + taps) * hidden of the language model]` of images, one after the other.
 
-        `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized.
+        `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized. `attend` makes an
+        `Attend` of lengths: of runs of patches that see themselves.
         """
-        hidden = self.patches(pixels.to(self.build.dtype))
+        hidden = self.patch_norm(self.patches(pixels.to(self.build.dtype)))
         if self.positions is not None:
             hidden = hidden + self.positions(grids)
-        hidden, update = self.ln_pre(hidden), None
-        step = StepContext(self.rope(grids), attend)
+        order, runs = windows_of(grids, self._side, hidden.device) if self._side else (None, [])
+        hidden, update = hidden if order is None else hidden[order], None
+        hidden = self.ln_pre(hidden)
+        whole = StepContext(self.rope(grids, order), attend([grid.cells for grid in grids]))
+        within = whole._replace(attend=attend(runs)) if runs else whole
         tapped: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            hidden, update = layer(hidden, update, step)
+            hidden, update = layer(hidden, update, whole if index in self._whole else within)
             if index in self._tapped:
                 hidden, update = hidden if update is None else hidden + update, None
-                tapped.append(self.deep[len(tapped)](hidden, grids))
-        states = hidden if update is None else hidden + update
+                tapped.append(self.deep[len(tapped)](_in_rows(hidden, order), grids))
+        states = self.last_norm(_in_rows(hidden if update is None else hidden + update, order))
         return torch.cat((self.projector(states, grids), *tapped), 1)
+
+
+def windows_of(grids: Sequence[Grid], side: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    """The order `[P]` in which patches stand window by window, and how many each window has; see WindowSpec."""
+    orders: list[Tensor] = []
+    counts: list[int] = []
+    first = 0
+    for grid in grids:
+        rows, columns = (torch.arange(count, device=device) // side for count in grid)
+        window = (rows[:, None] * (-(-grid.columns // side)) + columns).flatten()
+        orders.append(window.argsort(stable=True) + first)
+        counts += window.bincount().tolist()
+        first += grid.cells
+    return torch.cat(orders), counts
+
+
+def _in_rows(states: Tensor, order: Tensor | None) -> Tensor:
+    """States that stand in an order, row by row again."""
+    return states if order is None else torch.empty_like(states).index_copy_(0, order, states)
 
 
 def check_weights(folder: Path, spec: VisionSpec) -> None:

@@ -4,6 +4,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import numpy.typing
@@ -150,8 +151,7 @@ class ImageRows:
             return self._known[name]
         pixels = torch.from_numpy(self._settings.normalized(self._settings.patches(file)))
         grid = self._settings.grid(file)
-        attend = TorchAttend(tower.spec.attentions, _line([grid.cells], tower.build.device))
-        self._known[name] = tower(pixels.to(tower.build.device), [grid], attend)
+        self._known[name] = tower(pixels.to(tower.build.device), [grid], partial(_attend, tower))
         self.encoded += 1
         while len(self._known) > 1 and sum(rows.nbytes for rows in self._known.values()) > MOST_BYTES:
             self._known.popitem(last=False)
@@ -178,6 +178,11 @@ def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]
             found.append(position + numpy.arange(count)[:, None].repeat(3, axis=1))
             place, position = place + count, position + count
     return numpy.concatenate(found)
+
+
+def _attend(tower: VisionTower, lengths: Sequence[int]) -> TorchAttend:
+    """An `Attend` of a tower for runs of patches."""
+    return TorchAttend(tower.spec.attentions, _line(lengths, tower.build.device))
 
 
 def _line(lengths: Sequence[int], device: torch.device) -> TextBatch:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped_swiglu"]
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of the activation "clamped_swiglu", see `MoeSpec`."""
 Pooling = Literal["mean", "cls", "lasttoken"]

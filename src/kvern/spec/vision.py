@@ -12,12 +12,21 @@ class PatchRopeSpec:
     """Rotary embeddings of patches by row and column.
 
     The planes of rows come first. "alternate": of `dim` / 2 frequencies every other one is a row's, the others are a
-    column's. "twice": both have the same `dim` / 4 frequencies.
+    column's. "twice": both have the same `dim` / 4 frequencies. "pairs": likewise, but each frequency's plane of
+    columns comes first, and its plane of rows next.
     """
 
     theta: float
     dim: int
-    order: Literal["alternate", "twice"]
+    order: Literal["alternate", "twice", "pairs"]
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """Squares of `side` x `side` patches, cut at an image's edges, which see themselves alone but in layers `whole`."""
+
+    side: int
+    whole: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,10 @@ class VisionSpec:
     patch      pixels on the side of a patch
     image_id   the id of tokens that have a row of an image
     table      the side of a square table of learned positions, between which patches lie; 0: there is none
-    first_norm and patch_bias: a norm follows the pixels' matrix, which has a bias
+    bicubic    they lie between them by centres, in cubic interpolation; else by corners, in linear interpolation
+    patch_bias the pixels' matrix has a bias
+    patch_norm, first_norm, last_norm: a norm stands before positions are added, after that, after the last layer
+    windows    None: each patch sees the whole image in all layers
     axes       tokens of images have positions by row and column in the language model, too
     taps       in the order of layers; the rows of the n-th are added to the states of tokens after the n-th layer
                of the language model
@@ -83,8 +95,12 @@ class VisionSpec:
     image_id: int
     settings: str
     table: int = 0
-    first_norm: bool = False
+    bicubic: bool = False
     patch_bias: bool = False
+    patch_norm: bool = False
+    first_norm: bool = False
+    last_norm: bool = False
+    windows: WindowSpec | None = None
     axes: bool = False
     taps: tuple[TapSpec, ...] = ()
 

@@ -87,7 +87,7 @@ template <class Number>
 void activate_as(int32_t kind, const void* given, void* result, int64_t rows, int64_t width, bool gated) {
     constexpr void (*ways[])(const void*, void*, int64_t, int64_t, bool) = {
         activate<Number, SILU>, activate<Number, GELU>, activate<Number, GELU_TANH>, activate<Number, RELU>,
-        activate<Number, RELU2>, activate<Number, CLAMPED_SWIGLU>,
+        activate<Number, RELU2>, activate<Number, CLAMPED_SWIGLU>, activate<Number, QUICK_GELU>,
     };
     ways[kind](given, result, rows, width, gated);
 }
