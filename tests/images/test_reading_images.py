@@ -19,7 +19,8 @@ from kvern import LLM, PromptInput, RequestOutput, SamplingParams
 from kvern.cli.chat import CONTROL_CHARACTERS, Conversation
 from kvern.errors import InvalidRequest
 from kvern.images.file import read_file
-from kvern.images.settings import Grid, settings_of
+from kvern.images.settings import settings_of
+from kvern.images.views import Grid
 from kvern.layers.embedding import EmbeddedTokens
 from kvern.models.image_models import vision_of
 from kvern.models.loader import read_config
@@ -91,7 +92,7 @@ def test_pixels_are_those_of_transformers(width: int, height: int, kind: str, fo
     assert spec is not None
     settings, image = settings_of(folder, spec), picture(width, height)
     file = read_file(saved(image), "x")
-    grid, expected = settings.grid(file), expected_pixels(kind, image)
+    [grid], expected = settings.grids(file), expected_pixels(kind, image)
     patch, unit = settings.patch, FAMILIES[kind].unit
     assert (grid.rows * patch, grid.columns * patch) == expected.shape[1:]
     assert settings.tokens(file) == Grid(grid.rows * patch // unit, grid.columns * patch // unit)

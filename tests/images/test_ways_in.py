@@ -95,7 +95,7 @@ def test_low_detail_is_a_smaller_picture(kind: str, llm: LLM, folder: Path) -> N
     spec = vision_of(read_config(folder))
     assert spec is not None
     settings, reduced = settings_of(folder, spec), read_file(LOW + saved(image), "x")
-    whole = image.resize(settings.size(reduced), Image.Resampling.BICUBIC)
+    whole = image.resize(settings.resizing.size(reduced.width, reduced.height), Image.Resampling.BICUBIC)
     assert (settings.patches(reduced) == settings.patches(read_file(saved(whole), "x"))).all()
     assert reduced.digest != read_file(saved(image), "x").digest
 

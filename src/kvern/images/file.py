@@ -47,7 +47,10 @@ Pixels = numpy.typing.NDArray[numpy.uint8]
 
 @dataclass(frozen=True)
 class ImageFile:
-    """A file whose header is right. `width` and `height` are those of the picture as it is shown, or less in low detail."""
+    """A file whose header is right.
+
+    `width` and `height` are those of the picture as it is shown, or less in low detail.
+    """
 
     data: bytes
     width: int
@@ -80,8 +83,8 @@ def read_file(data: bytes, place: str) -> ImageFile:
     return ImageFile(data, width, height)
 
 
-def pixels_of(file: ImageFile, width: int, height: int, resample: int) -> Pixels:
-    """Decodes a file and resizes it by one of Pillow's filters: `[height, width, 3]`. Raises InvalidRequest."""
+def picture_of(file: ImageFile) -> "Image":
+    """Decodes a file: a picture in RGB, upright. Raises InvalidRequest."""
     from PIL import Image
 
     image = _opened(file.data, "an image")
@@ -90,11 +93,19 @@ def pixels_of(file: ImageFile, width: int, height: int, resample: int) -> Pixels
         image = _on_white(image)
     except (OSError, SyntaxError, ValueError, MemoryError) as error:
         raise InvalidRequest(f"an image cannot be decoded: {' '.join(str(error).split())[:200]}") from None
-    if turn is not None:
-        image = image.transpose(Image.Transpose[turn])
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling(resample))
-    return numpy.asarray(image)
+    return image if turn is None else image.transpose(Image.Transpose[turn])
+
+
+def pixels_of(file: ImageFile, width: int, height: int, resample: int) -> Pixels:
+    """Decodes a file and resizes it by one of Pillow's filters: `[height, width, 3]`. Raises InvalidRequest."""
+    return numpy.asarray(resized(picture_of(file), (width, height), resample))
+
+
+def resized(picture: "Image", size: tuple[int, int], resample: int) -> "Image":
+    """The picture in a width and height, by one of Pillow's filters."""
+    from PIL import Image
+
+    return picture if picture.size == size else picture.resize(size, Image.Resampling(resample))
 
 
 def _opened(data: bytes, place: str) -> "Image":

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.errors import UnsupportedModel, shown
-from kvern.images.settings import ImageSettings, common_settings
+from kvern.images.settings import ImageSettings, Resizing, common_settings
 from kvern.spec.vision import VisionSpec
 
 
 @dataclass(frozen=True)
-class LongestEdge:
+class LongestEdge(Resizing):
     """Pixtral's: the longer side has at most `edge` pixels, and both are rounded up to multiples of `unit`."""
 
     edge: int

@@ -1,7 +1,8 @@
 """Prompts with images: each placeholder becomes the tokens of its image."""
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ MOST_IMAGES = 32
 
 @dataclass(frozen=True)
 class ImageReader:
-    """The images of one model's prompts. `ids`: those of the tokens of an image, of a row's end and of the last."""
+    """The images of one model's prompts. `encode` makes tokens of the texts among those of an image."""
 
     settings: ImageSettings
     spec: VisionSpec
-    ids: tuple[int, int | None, int | None]
+    encode: Callable[[str], Sequence[int]]
 
     @property
     def mark(self) -> str:
@@ -36,13 +37,11 @@ class ImageReader:
     def of(cls, folder: Path, spec: VisionSpec, tokenizer: Tokenizer) -> "ImageReader":
         """Returns the reader for the model in a folder. Raises UnsupportedModel."""
         settings = settings_of(folder, spec)
-        names = spec.tokens.image, spec.tokens.row_end, spec.tokens.end
-        ids = [None if name is None else tokenizer.token_to_id(name) for name in names]
-        if ids[0] != spec.image_id or None in [found for found, name in zip(ids, names, strict=True) if name]:
-            raise UnsupportedModel(
-                f"the tokenizer of {folder} lacks a token of images, {', '.join(filter(None, names))}"
-            )
-        return cls(settings, spec, (spec.image_id, ids[1], ids[2]))
+        names = (spec.tokens.image, *spec.tokens.special)
+        ids = [tokenizer.token_to_id(name) for name in names]
+        if ids[0] != spec.image_id or None in ids:
+            raise UnsupportedModel(f"the tokenizer of {folder} lacks a token of images, {', '.join(names)}")
+        return cls(settings, spec, functools.cache(lambda text: tokenizer.encode(text, add_special_tokens=False)))
 
     def checked(self, prompt: PromptInput) -> PromptInput:
         """Returns a prompt whose blocks are named by its images too, whoever made it.
@@ -50,7 +49,7 @@ class ImageReader:
         Raises InvalidRequest if its tokens do not fit its images.
         """
         files = [read_file(data, f"attachment {number}") for number, data in enumerate(prompt.attachments)]
-        firsts = [0, *itertools.accumulate(self.settings.tokens(file).cells for file in files)]
+        firsts = [0, *itertools.accumulate(self.settings.count(file) for file in files)]
         found = prompt.token_ids.count(self.spec.image_id)
         if found != firsts[-1]:
             raise InvalidRequest(
@@ -71,11 +70,11 @@ class ImageReader:
 
     def tokens(self, file: ImageFile) -> list[int]:
         """Returns the tokens that stand for an image."""
-        rows, columns = self.settings.tokens(file)
-        image, row_end, end = self.ids
-        line = [image] * columns + ([] if row_end is None else [row_end])
-        found = line * rows
-        return found if end is None else [*found[:-1], end]
+        found: list[int] = []
+        for is_text, group in itertools.groupby(self.settings.written(file, self.spec.tokens), _is_text):
+            parts = list(group)
+            found += self.encode("".join(map(str, parts))) if is_text else [self.spec.image_id] * sum(map(int, parts))
+        return found
 
     def prompt(self, token_ids: Sequence[int], files: Sequence[ImageFile]) -> PromptInput:
         """Returns a prompt in which the images stand at their placeholders. Raises InvalidRequest."""
@@ -90,3 +89,7 @@ class ImageReader:
             found += [*token_ids[begin:place], *self.tokens(file)]
             begin = place + 1
         return PromptInput([*found, *token_ids[begin:]], tuple(file.data for file in files))
+
+
+def _is_text(part: str | int) -> bool:
+    return isinstance(part, str)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.errors import UnsupportedModel, shown
-from kvern.images.settings import ImageSettings, common_settings
+from kvern.images.settings import ImageSettings, Resizing, common_settings
 from kvern.spec.vision import VisionSpec
 
 
 @dataclass(frozen=True)
-class PixelCount:
+class PixelCount(Resizing):
     """Qwen-VL's: both sides are rounded to multiples of `unit`, and the picture has from `least` to `most` pixels."""
 
     least: int

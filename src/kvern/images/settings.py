@@ -4,39 +4,39 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy
 import numpy.typing
 
 from kvern.errors import UnsupportedModel
-from kvern.images.file import ImageFile, Pixels, pixels_of
+from kvern.images.file import ImageFile, Pixels, picture_of
+from kvern.images.views import Grid, Order, Size, View, Views, written
 from kvern.io.files import read_object
 from kvern.plugins import imported
-from kvern.spec.vision import VisionSpec
+from kvern.spec.vision import ImageTokens, VisionSpec
 
 BICUBIC = 3
 """Pillow's number of the filter."""
 
 
-class Grid(NamedTuple):
-    """The patches or tokens of an image, in rows and columns."""
+class Resizing:
+    """What a family makes of an image of a width and height: one picture of some `size`, unless it says otherwise."""
 
-    rows: int
-    columns: int
+    def size(self, width: int, height: int) -> Size:
+        """Returns the size of the picture, in multiples of what one token covers."""
+        raise NotImplementedError
 
-    @property
-    def cells(self) -> int:
-        """The number of patches."""
-        return self.rows * self.columns
+    def views(self, width: int, height: int) -> tuple[View, ...]:
+        """Returns the pictures that the encoder reads."""
+        return (View.whole(self.size(width, height)),)
 
+    def order(self, width: int, height: int) -> Order | None:
+        """Returns for each token of an image the number of its row, of those that the encoder makes of the views.
 
-class Resizing(Protocol):
-    """The size that a family gives an image."""
-
-    def size(self, width: int, height: int) -> tuple[int, int]:
-        """Returns the width and height, in pixels, multiples of what one token covers."""
-        ...
+        -1: the row that ends lines. None: tokens and rows are the same.
+        """
+        return None
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,31 @@ class ImageSettings:
     deviation: tuple[float, float, float]
     resample: int = BICUBIC
 
-    def size(self, file: ImageFile) -> tuple[int, int]:
-        """Returns the width and height of the resized image."""
-        return self.resizing.size(file.width, file.height)
-
-    def grid(self, file: ImageFile) -> Grid:
-        """Returns the patches of an image."""
-        width, height = self.size(file)
-        return Grid(height // self.patch, width // self.patch)
+    def grids(self, file: ImageFile) -> list[Grid]:
+        """Returns the patches of the pieces of an image that the encoder reads."""
+        views = self.resizing.views(file.width, file.height)
+        return [view.grid(self.patch) for view in views for _ in range(view.pieces.cells)]
 
     def tokens(self, file: ImageFile) -> Grid:
-        """Returns the rows and columns of an image's tokens that have rows of embeddings."""
-        grid = self.grid(file)
+        """Returns the rows and columns of the tokens that have rows of embeddings, of an image's first piece."""
+        return self._merged(self.grids(file)[0])
+
+    def count(self, file: ImageFile) -> int:
+        """Returns the number of an image's tokens that have rows of embeddings."""
+        order = self.order(file)
+        return sum(self._merged(grid).cells for grid in self.grids(file)) if order is None else len(order)
+
+    def order(self, file: ImageFile) -> Order | None:
+        """Returns for each of these tokens the number of its row of the encoder; see `Resizing.order`."""
+        return self.resizing.order(file.width, file.height)
+
+    def written(self, file: ImageFile, tokens: ImageTokens) -> list[str | int]:
+        """Returns what stands for an image in a prompt: texts, and numbers of tokens with rows of embeddings."""
+        views = self.resizing.views(file.width, file.height)
+        grids = {view: self._merged(view.grid(self.patch)) for view in views}
+        return written(tokens, views, grids, self.count(file))
+
+    def _merged(self, grid: Grid) -> Grid:
         return Grid(grid.rows // self.merge, grid.columns // self.merge)
 
     @property
@@ -73,12 +86,13 @@ class ImageSettings:
         return hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
 
     def patches(self, file: ImageFile) -> Pixels:
-        """Returns the pixels of an image's patches, row by row: `[P, channels * patch * patch]`. Raises
-        InvalidRequest."""
-        grid, patch = self.grid(file), self.patch
-        shown = pixels_of(file, *self.size(file), self.resample)
-        squares = shown.reshape(grid.rows, patch, grid.columns, patch, 3)
-        return squares.transpose(0, 2, 4, 1, 3).reshape(grid.cells, -1)
+        """Returns the pixels of the patches of all pieces of an image: `[P, channels * patch * patch]`.
+
+        Raises InvalidRequest.
+        """
+        views = Views(picture_of(file), self.resample)
+        found = [views.patches(view, self.patch) for view in self.resizing.views(file.width, file.height)]
+        return numpy.concatenate(found)
 
     def normalized(self, patches: Pixels) -> numpy.typing.NDArray[numpy.float32]:
         """Returns patches as an encoder reads them."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.images.settings import Grid
+from kvern.images.views import Grid
 from kvern.layers.build import Build
 from kvern.layers.linear import column, row
 from kvern.layers.module import Module

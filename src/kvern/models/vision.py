@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvern.images.settings import Grid
+from kvern.images.views import Grid, Order
 from kvern.layers.block import Places, SequentialLayer
 from kvern.layers.build import Build
 from kvern.layers.embedding import Table
@@ -114,6 +114,7 @@ class VisionTower(WeightedModel):
         self.deep = nn.ModuleList(
             projector(tap.projector, width, build.at(f"deep.{number}")) for number, tap in enumerate(spec.taps)
         )
+        self.newline = Table("newline", 1, spec.projector.hidden, build) if spec.newline else None
         self._tapped = [tap.layer for tap in spec.taps]
         windows = spec.windows
         self._side = 0 if windows is None else windows.side
@@ -142,6 +143,13 @@ class VisionTower(WeightedModel):
                 tapped.append(self.deep[len(tapped)](_in_rows(hidden, order), grids))
         states = self.last_norm(_in_rows(hidden if update is None else hidden + update, order))
         return torch.cat((self.projector(states, grids), *tapped), 1)
+
+    def in_order(self, rows: Tensor, order: Order | None) -> Tensor:
+        """The rows of an image's tokens from `forward`'s rows of its pieces; see `Resizing.order`."""
+        if order is None:
+            return rows
+        assert self.newline is not None, "no row ends lines"
+        return torch.cat((rows, self.newline.weight))[torch.from_numpy(order).to(rows.device)]
 
 
 def windows_of(grids: Sequence[Grid], side: int, device: torch.device) -> tuple[Tensor, list[int]]:

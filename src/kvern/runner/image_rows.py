@@ -14,7 +14,8 @@ from torch import Tensor
 from kvern.attention.bidirectional import TorchAttend
 from kvern.device.text_batch import TextBatch
 from kvern.images.file import read_file
-from kvern.images.settings import Grid, ImageSettings
+from kvern.images.settings import ImageSettings
+from kvern.images.views import Grid
 from kvern.models.vision import VisionTower
 from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
@@ -88,9 +89,9 @@ class ImageRows:
     def _images(self, token_ids: Sequence[int], files: Sequence[bytes]) -> RequestImages:
         is_image = numpy.array(token_ids) == self._spec.image_id
         numbers = numpy.where(is_image, is_image.cumsum() - 1, -1)
-        grids = [self._settings.tokens(read_file(data, "an image")) for data in files]
-        positions = axes_of(is_image, grids) if self._spec.axes else None
-        return RequestImages(numbers, files, [grid.cells for grid in grids], positions)
+        read = [read_file(data, "an image") for data in files]
+        positions = axes_of(is_image, [self._settings.tokens(file) for file in read]) if self._spec.axes else None
+        return RequestImages(numbers, files, [self._settings.count(file) for file in read], positions)
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         """What images change in a step; None: nothing."""
@@ -150,8 +151,8 @@ class ImageRows:
             self._known.move_to_end(name)
             return self._known[name]
         pixels = torch.from_numpy(self._settings.normalized(self._settings.patches(file)))
-        grid = self._settings.grid(file)
-        self._known[name] = tower(pixels.to(tower.build.device), [grid], partial(_attend, tower))
+        rows = tower(pixels.to(tower.build.device), self._settings.grids(file), partial(_attend, tower))
+        self._known[name] = tower.in_order(rows, self._settings.order(file))
         self.encoded += 1
         while len(self._known) > 1 and sum(rows.nbytes for rows in self._known.values()) > MOST_BYTES:
             self._known.popitem(last=False)

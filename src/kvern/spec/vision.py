@@ -62,18 +62,26 @@ class TapSpec:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """The tokens of an image in a prompt: rows of `image`, each ended by `row_end`, the last by `end`."""
+    """The tokens of an image in a prompt: `begin`, rows of `image`, each ended by `row_end`, the last by `end`.
+
+    With a `tile` these are the rows of a picture in tiles: before each stands this text with its {row} and {column},
+    and after the rows another `row_end` and the whole picture, between `begin` and `end`. An image without tiles is
+    the whole picture alone. `special`: what the texts have of the tokenizer's special tokens.
+    """
 
     image: str
     row_end: str | None = None
     end: str | None = None
+    begin: str = ""
+    tile: str | None = None
+    special: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class VisionSpec:
     """An encoder of images.
 
-    tower      the layers over patches, `[P, tower.hidden_size]`; each sees those of its own image
+    tower      the layers over patches, `[P, tower.hidden_size]`; each sees those of its own piece of an image
     patch      pixels on the side of a patch
     image_id   the id of tokens that have a row of an image
     table      the side of a square table of learned positions, between which patches lie; 0: there is none
@@ -84,6 +92,7 @@ class VisionSpec:
     axes       tokens of images have positions by row and column in the language model, too
     taps       in the order of layers; the rows of the n-th are added to the states of tokens after the n-th layer
                of the language model
+    newline    the encoder has a row that ends lines of tokens
     settings   `module:function`, which makes ImageSettings of the folder's image processor and this spec
     """
 
@@ -103,6 +112,7 @@ class VisionSpec:
     windows: WindowSpec | None = None
     axes: bool = False
     taps: tuple[TapSpec, ...] = ()
+    newline: bool = False
 
     @property
     def merge(self) -> int:

@@ -71,7 +71,7 @@ def mistral3(config: Config) -> VisionSpec:
             bool(config.get("multimodal_projector_bias", False)),
             reduces=True,
         ),
-        ImageTokens("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        ImageTokens("[IMG]", "[IMG_BREAK]", "[IMG_END]", special=("[IMG_BREAK]", "[IMG_END]")),
         int(config.get("image_token_id", config.get("image_token_index", 10))),
         "kvern.images.pixtral:pixtral",
         first_norm=True,
