@@ -45,11 +45,15 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PARTS_OF_FAMILIES = {
-    "mistral3": {"axes": False, "taps": False},
-    "qwen3_vl": {"axes": True, "taps": True},
-    "qwen3_5": {"axes": True, "taps": False},
+    "mistral3": set[str](),
+    "qwen3_vl": {"axes", "taps"},
+    "qwen3_5": {"axes"},
+    "qwen2_vl": {"axes"},
+    "qwen2_5_vl": {"axes", "windows"},
 }
-"""Whether tokens have positions by row and column, and whether rows are added after the first layers."""
+"""The parts of each family among `LEFT_OUT`."""
+LEFT_OUT: dict[str, Any] = {"axes": False, "taps": None, "windows": None, "bicubic": False}
+"""Fields of VisionSpec, and what they are where a part is left out; rows of taps are made, and not added."""
 
 
 def engine(folder: Path, **options: Any) -> LLM:
@@ -312,14 +316,15 @@ def test_a_checkpoint_without_its_encoder_reads_text(
 def test_what_is_left_out_changes_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons above would notice."""
     spec = vision_of(read_config(folder))
-    assert spec is not None and {"axes": spec.axes, "taps": bool(spec.taps)} == PARTS_OF_FAMILIES[kind]
+    assert spec is not None and {name for name in LEFT_OUT if getattr(spec, name)} == PARTS_OF_FAMILIES[kind]
     image = picture(100, 130)
-    for part in (name for name, is_there in PARTS_OF_FAMILIES[kind].items() if is_there):
+    for part in PARTS_OF_FAMILIES[kind]:
         with monkeypatch.context() as patch:
-            if part == "axes":
-                patch.setattr("kvern.models.families.qwen_vision.qwen3_vl", lambda _: replace(spec, axes=False))
-            else:
+            if part == "taps":
                 patch.setattr(EmbeddedTokens, "deepened", lambda self, layer, hidden, wanted: hidden)
+            else:
+                other = replace(spec, **{part: LEFT_OUT[part]})
+                patch.setattr("kvern.models.image_models.vision_of", lambda _, other=other: other)
             with engine(folder) as llm:
                 [output] = llm.chat(talk("what", image, "is this"), PARAMS)
         expected = expected_logprobs(kind, folder, output.prompt_token_ids, [image])

@@ -117,11 +117,36 @@ def _qwen3_vl() -> Any:
     return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
+def _qwen2_vl() -> Any:
+    vision = {"embed_dim": 48, "hidden_size": 64, "depth": 2, "num_heads": 3, "mlp_ratio": 2}
+    return _qwen2("qwen2_vl", vision)
+
+
+def _qwen2_5_vl() -> Any:
+    vision = {"hidden_size": 48, "out_hidden_size": 64, "intermediate_size": 80, "depth": 3, "num_heads": 3}
+    return _qwen2("qwen2_5_vl", vision | {"window_size": 56, "fullatt_block_indexes": [1]})
+
+
+def _qwen2(model_type: str, vision: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    rope = {"type": "mrope", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = TEXT | {"num_hidden_layers": 2, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 2}
+    ids = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
+    return AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+
+
 def _qwen_processor() -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     size = {"shortest_edge": 48 * 48, "longest_edge": 160 * 160}
     return Qwen2VLImageProcessorPil(patch_size=16, size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+
+def _qwen2_processor() -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 196 * 196})
 
 
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|vid|>"]
@@ -139,6 +164,12 @@ FAMILIES = {
     ),
     "qwen3_5": Family(
         _qwen3_5, _qwen_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 32
+    ),
+    "qwen2_vl": Family(
+        _qwen2_vl, _qwen2_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 28
+    ),
+    "qwen2_5_vl": Family(
+        _qwen2_5_vl, _qwen2_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 28
     ),
 }
 

@@ -33,10 +33,16 @@ class PixelCount(Resizing):
 
 def qwen(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of Qwen2-VL and later ones, whose edges are counts of pixels. Raises UnsupportedModel."""
-    size = given["size"]
-    least, most = size.get("shortest_edge", given.get("min_pixels")), size.get("longest_edge", given.get("max_pixels"))
+    least, most = (_edge(given, *names) for names in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")))
     if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most):
         raise UnsupportedModel(
-            f"size of the image processor is {shown(size)}: it must have shortest_edge, longest_edge"
+            f"size of the image processor is {shown(given.get('size'))}: it must have shortest_edge, longest_edge"
         )
     return common_settings(given, PixelCount(least, most, spec.patch * spec.merge), spec.patch, spec.merge)
+
+
+def _edge(given: Mapping[str, Any], old: str, new: str) -> object:
+    """A limit of pixels, of which the older name has precedence where files have both."""
+    found = given.get(old)
+    size = given.get("size") or {}
+    return size.get(new, size.get(old)) if found is None else found

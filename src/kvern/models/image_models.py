@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 
 VISION = {
+    "qwen2_vl": "kvern.models.families.qwen2_vision:qwen2_vl",
+    "qwen2_5_vl": "kvern.models.families.qwen2_vision:qwen2_5_vl",
     "mistral3": "kvern.models.families.pixtral:mistral3",
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "kvern.models.families.qwen_vision:qwen3_vl"
@@ -45,4 +47,6 @@ def usable_vision(folder: Path, config: Config, *, dummy: bool = False) -> "Visi
         return spec
     except (UnsupportedModel, CorruptCheckpoint) as error:
         logger.warning("the model reads no images here: %s", error)
-        return None
+    except KeyError as error:
+        logger.warning("the model reads no images here: its configuration has no %s", error)
+    return None

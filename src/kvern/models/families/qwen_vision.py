@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NORM = NormSpec("layer", 1e-6, bias=True)
 
 
-def _of_stills(weight: "Tensor", spec: ModelSpec) -> "Tensor":
+def of_stills(weight: "Tensor", spec: ModelSpec) -> "Tensor":
     """The matrix of a patch's pixels: a still picture is every frame of those that the kernel covers."""
     return weight.sum(2).flatten(1)
 
@@ -34,7 +34,7 @@ _RENAMES = (
     Rename(_BLOCK + r"attn\.proj\.", r"model.layers.\2.self_attn.o_proj."),
     Rename(_BLOCK + r"mlp\.linear_fc1\.", r"model.layers.\2.mlp.up_proj."),
     Rename(_BLOCK + r"mlp\.linear_fc2\.", r"model.layers.\2.mlp.down_proj."),
-    Rename(_VISUAL + r"patch_embed\.proj\.weight$", "model.patches.patch_proj.weight", _of_stills),
+    Rename(_VISUAL + r"patch_embed\.proj\.weight$", "model.patches.patch_proj.weight", of_stills),
     Rename(_VISUAL + r"patch_embed\.proj\.bias$", "model.patches.patch_proj.bias"),
     Rename(_VISUAL + r"pos_embed\.", "model.pos_embed."),
     Rename(_VISUAL + r"deepstack_merger_list\.(\d+)\.norm\.", r"model.deep.\2.norm."),

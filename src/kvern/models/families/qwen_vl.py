@@ -1,7 +1,7 @@
-"""The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL; images and videos are not supported.
+"""The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
 Their rotary embedding takes three positions, of time, height and width, each for some of the planes ("mrope"). For text
-the three are equal, so the sections do not matter.
+the three are equal.
 """
 
 from dataclasses import replace
