@@ -10,7 +10,7 @@ from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.device.input_batch import InputBatch
 from kvern.spec.mixers import AttentionSpec
-from tests.support.kernels.cpu_attention_batches import MIXED, Batch, Case, close, make_batch
+from tests.support.kernels.cpu_attention_batches import MIXED, Batch, Case, close, make_batch, spans_of
 
 ALIKE = [(start, 1) for start in (299, 250, 270, 301, 288)]
 """Decodes that are gathered together."""
@@ -21,7 +21,14 @@ def attend(batch: Batch) -> torch.Tensor:
     """What PyTorch finds; places of a block table that are not used name a block of others."""
     case, (starts, counts) = batch.case, zip(*batch.requests, strict=True)
     layer = AttentionSpec(
-        case.heads, case.kv_heads, case.head_dim, case.scale, case.window, case.softcap, sinks=case.sinks
+        case.heads,
+        case.kv_heads,
+        case.head_dim,
+        case.scale,
+        case.window,
+        case.softcap,
+        sinks=case.sinks,
+        spans=case.spans,
     )
     eight_bit = None if batch.scales is None else EightBit([batch.scales], case.dtype)
     sinks = None if (logits := case.logits()) is None else {0: logits}
@@ -40,6 +47,7 @@ def attend(batch: Batch) -> torch.Tensor:
         sample_slots=[],
         logits_indices=torch.empty(0),
         sample_positions=torch.empty(0),
+        spans=[tuple(spans_of(*request)) for request in batch.requests],
     )
     return attention.plan(step).over_cache(0, torch.cat(batch.queries))
 
@@ -57,6 +65,9 @@ def attend(batch: Batch) -> torch.Tensor:
         *(Case(dtype=torch.float32, cache_dtype=dtype) for dtype in LARGEST_CODE),
         *(Case(window=window, block_size=size, **PLAIN) for window, size in [(50, 4), (64, 16), (1, 16), (130, 512)]),
         Case(window=50, softcap=5.0, **PLAIN),
+        *(Case(spans=True, window=window, **PLAIN) for window in (None, 20, 400)),
+        Case(spans=True, softcap=5.0, **PLAIN),
+        Case(spans=True, window=50, dtype=torch.float32, cache_dtype=torch.int8),
         Case(window=50, sinks=True, **PLAIN),
         *(Case(window=50, dtype=torch.float32, cache_dtype=dtype) for dtype in LARGEST_CODE),
     ],

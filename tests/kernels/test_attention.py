@@ -1,12 +1,22 @@
 """Attention over the paged cache beside float64, and the same result however a launch is cut."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from kvern.kernels.attention_prefix import SharedPrefix, prefix_members
-from tests.support.kernels.attention_batches import attention_reference, decode, make_batch, make_sinks, prefill, split
+from tests.support.kernels.attention_batches import (
+    attention_reference,
+    decode,
+    make_batch,
+    make_sinks,
+    prefill,
+    split,
+    with_spans,
+)
 from tests.support.kernels.references import relative_error
 from tests.support.pairwise import pairwise
 
@@ -87,6 +97,19 @@ def test_runs_whose_keys_are_shared_out(
     batch = make_batch(device, [0, 9, 60, 4], [11, 5, 1, 16], heads, kv_heads, dim, torch.float32)
     out = split(batch, splits, window=window, softcap=softcap, sinks=sinks)
     assert relative_error(out, attention_reference(batch, 0.3, window, softcap, sinks)) < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("attend", [prefill, split, partial(split, splits=3)], ids=["tiles", "split", "shared out"])
+def test_tokens_of_a_span_see_each_other(
+    attend: Callable[..., torch.Tensor], window: int | None, device: torch.device
+) -> None:
+    """Over the bounds of tiles, too."""
+    batch = make_batch(device, [0, 9, 60, 4], [40, 17, 1, 16], 4, 2, 24, torch.float32)
+    spans = with_spans(batch)
+    found, expected = attend(spans, window=window), attention_reference(spans, 0.3, window, None)
+    assert relative_error(found, expected) < 1e-5
+    assert relative_error(attend(batch, window=window), expected) > 0.1, "which causal bounds do not"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ CASES = [
     Case(sinks=True, heads=8, kv_heads=1),
     Case(sinks=True, window=50, dtype=torch.float32, cache_dtype=torch.float32),
     Case(sinks=True, cache_dtype=torch.int8),
+    *(Case(spans=True, window=window) for window in (None, 20)),
+    Case(spans=True, softcap=5.0, window=50, dtype=torch.float32, cache_dtype=torch.float32),
     *(Case(cache_dtype=dtype, head_dim=80) for dtype in LARGEST_CODE),
     *(Case(cache_dtype=dtype, dtype=torch.float32, head_dim=40) for dtype in LARGEST_CODE),
 ]

@@ -98,7 +98,19 @@ def test_a_step_that_is_too_large_is_cut_and_so_are_later_ones() -> None:
         assert sum(device.ran) == 20 * number and max(device.ran) <= 6
 
 
-@pytest.mark.parametrize("item", [ScheduledTokens(0, 3, 1, 1), ScheduledTokens(0, 3, 5, 5)], ids=["token", "drafts"])
+def test_a_step_that_is_too_large_is_cut_around_spans() -> None:
+    device = SmallDevice(6)
+    item = ScheduledTokens(0, 10, 15, 1, spans=((12, 17), (19, 25)))
+    assert StepParts(device.execute).execute(SchedulerOutput(1, scheduled=[item])).result().token_ids == [[25]]
+    assert device.ran == [2, 5, 2, 6]
+
+
+SPAN = ScheduledTokens(0, 3, 5, 1, spans=((3, 8),))
+
+
+@pytest.mark.parametrize(
+    "item", [ScheduledTokens(0, 3, 1, 1), ScheduledTokens(0, 3, 5, 5), SPAN], ids=["token", "drafts", "span"]
+)
 def test_what_cannot_be_cut_fails_with_its_cause(item: ScheduledTokens) -> None:
     with pytest.raises(MemoryError, match="too little"):
         StepParts(SmallDevice(0).execute).execute(SchedulerOutput(1, scheduled=[item]))

@@ -70,6 +70,8 @@ class Setup:
     """The window of some layers, and how many block tables they have; None: no layer has a window."""
     all_windowed: bool = False
     """All layers have that window: nothing is stored in the blocks of the first block table."""
+    spans: bool = False
+    """Neighbouring tokens that are 2 are a span of their prompt."""
     accuracy: float = 0.7
     """The probability that a draft is right."""
 
@@ -92,6 +94,17 @@ class Setup:
     @property
     def states(self) -> int:
         return 0 if self.kept_states is None else self.limits.max_batch_requests + self.kept_states
+
+    def spans_of(self, prompt: list[int]) -> tuple[tuple[int, int], ...]:
+        """The spans of a prompt, of at most as many tokens as a step."""
+        found: list[tuple[int, int]] = []
+        for place, token in enumerate(prompt if self.spans else ()):
+            first, end = found[-1] if found else (0, -1)
+            if token == 2 and end == place and place - first < self.limits.max_batch_tokens:
+                found[-1] = first, place + 1
+            elif token == 2:
+                found.append((place, place + 1))
+        return tuple(span for span in found if span[1] - span[0] > 1)
 
     def cache(self, tier: TierIndex | None) -> KVCacheManager:
         return make_cache(self.blocks, self.size, self.prefix_cache, tier, self.states, self.window)

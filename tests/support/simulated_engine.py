@@ -115,7 +115,7 @@ class SimulatedEngine:
             params = params.replace(prompt_logprobs=0, prompt_logprobs_from=prompt_logprobs_from)
         spec = RequestSpec(
             str(number),
-            PromptInput(list(prompt)),
+            PromptInput(list(prompt), spans=self.setup.spans_of(prompt)),
             params.resolved(),
             min(max_tokens, self.setup.max_model_len - len(prompt)),
             seed=number,
@@ -205,6 +205,12 @@ class SimulatedEngine:
         for item, name in zip(output.scheduled, output.request_ids, strict=True):
             assert not self.setup.on_device or item.sampled <= 1 + self._guesses.get(name, 0), "what nobody guessed"
             self._guesses[name] = item.guesses if item.sampled else 0
+            request = self.scheduler.get(name)
+            assert request is not None
+            spans = request.spec.prompt.spans
+            ends = item.start, item.start + item.count
+            assert all(end <= first or last <= end for first, last in spans for end in ends), "a span in part"
+            assert item.spans == tuple(span for span in spans if ends[0] <= span[0] < ends[1])
         if not limits.chunked_prefill:
             assert all(item.sampled for item in output.scheduled), "a whole prefill was split"
         return self.device.submit(output)

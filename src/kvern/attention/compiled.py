@@ -43,7 +43,15 @@ class CompiledAttention:
                 stored,
                 scales,
                 dtype,
-                AttentionForm(layer.heads, layer.scale, layer.window, layer.softcap, layer.value_dim, layer.causal),
+                AttentionForm(
+                    layer.heads,
+                    layer.scale,
+                    layer.window,
+                    layer.softcap,
+                    layer.value_dim,
+                    layer.causal,
+                    layer.spans,
+                ),
                 sinks,
             )
             for layer, stored, scales, sinks in zip(
@@ -56,8 +64,8 @@ class CompiledAttention:
 
     def plan(self, batch: InputBatch) -> "CompiledAttend":
         requests = torch.tensor([batch.slots, batch.starts, batch.counts])
-        windows = [(Step(table, requests), slot_mapping) for table, slot_mapping in batch.windows]
-        return self.attend((Step(batch.block_table, requests), batch.slot_mapping), *windows)
+        tables = [(batch.block_table, batch.slot_mapping), *batch.windows]
+        return self.attend(*((Step(table, requests, batch.ends), slot_mapping) for table, slot_mapping in tables))
 
     def attend(self, *tables: StepSlots) -> "CompiledAttend":
         """Attend to what the step says by then, and write keys and values to what the slot mapping does.

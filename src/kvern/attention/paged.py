@@ -79,7 +79,7 @@ class PagedStep:
         self._batch = batch
         self._tables = [(batch.block_table, batch.slot_mapping), *batch.windows]
         phases, requests = backend.phases, len(batch.slots)
-        if batch.uncertain:  # libraries plan by lengths that the host knows
+        if batch.uncertain or batch.spans:  # libraries plan by lengths that the host knows, and attend causally
             phases = Phases.all(backend.triton)
         decodes = 0 if backend.deterministic else batch.decodes
         self._runs: list[list[tuple[slice, PlannedAttention]]] = [[] for _ in self._tables]

@@ -6,8 +6,10 @@ prefix whose blocks they share is read once for all of them.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, cycle, pairwise, repeat
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +61,34 @@ def keys_behind(lengths: Sequence[int], block_size: int) -> torch.Tensor:
     left = torch.arange(keys) >= torch.tensor(lengths)[:, None]
     request, key = left.nonzero(as_tuple=True)
     return request * places + key
+
+
+class Kind(NamedTuple):
+    """What decides which keys a layer sees: its block table, its window, and whether it has spans."""
+
+    table: int
+    window: int | None
+    spans: bool
+
+
+class Seen(NamedTuple):
+    """The keys that queries see: as far back as a window reaches, and all of their span, if they are one."""
+
+    window: int | None
+    is_span: bool = False
+
+
+def runs_of(batch: InputBatch, *, spans: bool) -> Iterator[tuple[int, int, slice, bool]]:
+    """The row, first position and tokens of each request; with `spans` each of these, which is told, is apart."""
+    token = 0
+    for slot, start, count, inside in zip(
+        batch.slots, batch.starts, batch.counts, batch.spans or repeat(()), strict=False
+    ):
+        cuts = [start, *(chain(*inside) if spans else ()), start + count]
+        for (first, end), is_span in zip(pairwise(cuts), cycle((False, True)), strict=False):
+            if first < end:
+                yield slot, first, slice(token, token + end - first), is_span
+                token += end - first
 
 
 PADDING_LIMIT = 0.7
@@ -130,20 +160,25 @@ class TorchAttention:
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
         tables = [batch.block_table, *(table for table, _ in batch.windows)]
-        kinds = {(table, layer.window) for table, layer in zip(self.tables, self._layers, strict=True)}
+        kinds = {self.kind(layer, batch) for layer in range(len(self._layers))}
         batches = [replace(batch, block_table=table) for table in tables]
-        gathers = {(table, window): list(self._gathers(batches[table], window)) for table, window in kinds}
+        gathers = {kind: list(self._gathers(batches[kind.table], kind)) for kind in kinds}
         return TorchAttend(self, batch, gathers)
 
-    def _gathers(self, batch: InputBatch, window: int | None) -> Iterator[Gather]:
+    def kind(self, layer: int, batch: InputBatch) -> "Kind":
+        """The keys that a layer sees of a step."""
+        spec = self._layers[layer]
+        return Kind(self.tables[layer], spec.window, spec.spans and bool(batch.spans))
+
+    def _gathers(self, batch: InputBatch, kind: "Kind") -> Iterator[Gather]:
         """One group for each set of similar decodes and one for each longer run of tokens."""
-        decodes, token = [], 0
-        for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
+        decodes, window = [], kind.window
+        for slot, start, tokens, is_span in runs_of(batch, spans=kind.spans):
+            count = tokens.stop - tokens.start
             if count == 1:
-                decodes.append((start, slot, token))
+                decodes.append((start, slot, tokens.start))
             else:
-                yield self._gather(batch, window, [slot], [start], count, slice(token, token + count))
-            token += count
+                yield self._gather(batch, Seen(window, is_span), [slot], [start], count, tokens)
         for members, shared in self._prefix_sharers(batch, decodes, window):
             yield from self._decode_gathers(batch, window, members, shared)
 
@@ -182,19 +217,20 @@ class TorchAttention:
             group, decodes = decodes[:size], decodes[size:]
             group.sort(key=lambda decode: decode[2])  # a group of the whole batch needs no reordering
             starts, slots, tokens = zip(*group, strict=True)
-            index = slice(0, 1) if len(batch.slots) == 1 else torch.tensor(tokens, device=batch.positions.device)
-            yield self._gather(batch, window, list(slots), list(starts), 1, index, shared)
+            index = slice(0, 1) if len(batch.positions) == 1 else torch.tensor(tokens, device=batch.positions.device)
+            yield self._gather(batch, Seen(window), list(slots), list(starts), 1, index, shared)
 
     def _gather(
         self,
         batch: InputBatch,
-        window: int | None,
+        seen: Seen,
         slots: list[int],
         starts: list[int],
         queries: int,
         tokens: slice | torch.Tensor,
         shared: torch.Tensor | None = None,
     ) -> Gather:
+        window, is_span = seen
         size, device = self._block_size, batch.positions.device
         skipped = 0 if shared is None else len(shared)
         first = [skipped if window is None else max(0, start + 1 - window) // size for start in starts]
@@ -210,16 +246,13 @@ class TorchAttention:
         query_positions = (torch.tensor(starts, device=device)[:, None] + torch.arange(queries, device=device))[
             ..., None
         ]
-        causal = queries > 1 and starts == [0] and (window is None or queries <= window)
-        if causal or (
-            queries == 1
-            and len(set(ends)) == 1
-            and first == [0] * len(slots)
-            and keys == ends[0]
-            and (window is None or ends[0] <= window)
-        ):
+        inside = window is None or ends[0] <= window
+        causal = queries > 1 and starts == [0] and inside and not is_span
+        if causal or (is_span and inside):
             return Gather(len(slots), queries, tokens, blocks, run, keys, None, causal)
-        hidden = key_positions > query_positions
+        if queries == 1 and len(set(ends)) == 1 and first == [0] * len(slots) and keys == ends[0] and inside:
+            return Gather(len(slots), queries, tokens, blocks, run, keys, None, causal)
+        hidden = (key_positions > query_positions) & (not is_span)
         if window is not None:
             hidden |= key_positions <= query_positions - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device).masked_fill_(hidden, float("-inf"))
@@ -232,9 +265,7 @@ class TorchAttend:
 
     expanded = None
 
-    def __init__(
-        self, backend: TorchAttention, batch: InputBatch, gathers: dict[tuple[int, int | None], list[Gather]]
-    ) -> None:
+    def __init__(self, backend: TorchAttention, batch: InputBatch, gathers: Mapping[Kind, Sequence[Gather]]) -> None:
         self._backend = backend
         self._gathers = gathers
         self._batch = batch
@@ -275,7 +306,7 @@ class TorchAttend:
         stores = self._backend._stores[layer]
         spec = self._backend._layers[layer]
         sinks = self._backend._sinks[layer]
-        parts = self._gathers[self._backend.tables[layer], spec.window]
+        parts = self._gathers[self._backend.kind(layer, self._batch)]
         stored = query.to(self._backend._dtype)
         if len(parts) == 1:
             return _attend(stored, stores, parts[0], spec, sinks).to(query.dtype)[..., : spec.value_dim]

@@ -7,7 +7,7 @@ import torch
 
 from kvern.attention.base import PlannedAttention
 from kvern.device.device_batch import Queries
-from kvern.kernels.attention_arguments import CachedLayer, Decodes
+from kvern.kernels.attention_arguments import CachedLayer, Decodes, Runs
 from kvern.kernels.attention_decode import decode_attention, decode_shape
 from kvern.kernels.attention_prefill import prefill_attention, prefill_shape
 from kvern.kernels.attention_prefix import prefix_members
@@ -37,6 +37,11 @@ def cached_layer(
 ) -> CachedLayer:
     """What kernels are told of a layer; `scales` and `sinks` as in `CachedLayer`."""
     return CachedLayer(cache, spec.scale, spec.window, spec.softcap, scales, sinks)
+
+
+def of_layer(runs: Runs, spec: AttentionSpec) -> Runs:
+    """The runs as a layer sees them, which has spans or none."""
+    return runs if spec.spans else runs._replace(ends=None)
 
 
 class SplitPrefill:
@@ -80,7 +85,7 @@ class SplitPrefill:
 
         def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
             spec = self._layers[layer]
-            runs = tiles[self._together(spec, most)]
+            runs = of_layer(tiles[self._together(spec, most)], spec)
             count = len(runs.tile_request)
             shape = split_shape(
                 max(1, count // PADDED) if queries.few else count,
@@ -150,7 +155,7 @@ class TritonKernels:
     def prefill(self, queries: Queries) -> PlannedAttention:
         if not self._deterministic and self._split.pays(queries):
             return self._split.prefill(queries)
-        if self._hopper is None or not self._hopper.pays(queries):
+        if self._hopper is None or queries.ends is not None or not self._hopper.pays(queries):
             return self._tiles(queries)
         hopper, fits = self._hopper.prefill(queries), self._hopper.fits
         if len(fits) == len(self._layers):
@@ -171,7 +176,8 @@ class TritonKernels:
         tiles = {size: queries.runs(size) for size in {shape.queries for shape in shapes.values()}}
 
         def run(layer: int, query: torch.Tensor, cached: CachedLayer, out: torch.Tensor) -> None:
-            shape = shapes[self._layers[layer].head_dim]
-            prefill_attention(query, cached, queries.block_table, tiles[shape.queries], out, shape)
+            spec = self._layers[layer]
+            shape = shapes[spec.head_dim]
+            prefill_attention(query, cached, queries.block_table, of_layer(tiles[shape.queries], spec), out, shape)
 
         return run

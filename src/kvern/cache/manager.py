@@ -22,6 +22,7 @@ from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, Seq
 from kvern.cache.keys import contents_of
 from kvern.cache.radix import Node, RadixCache
 from kvern.request.request import Request
+from kvern.request.spans import cut
 from kvern.request.step import BlockCopy, SchedulerOutput
 
 
@@ -219,9 +220,9 @@ class KVCacheManager:
                 del self._groups[namespace]
                 self.tree.drop_namespace(namespace)
 
-    def cached_tokens(self, request: Request) -> int:
-        """The number of the request's tokens that are cached. Changes nothing."""
-        return self._tokens_of(self._match(request, None))
+    def cached_tokens(self, request: Request, step: int | None = None) -> int:
+        """The number of the request's tokens that are cached for `step`; None: for any later step. Changes nothing."""
+        return self._tokens_of(self._match(request, step))
 
     @property
     def is_loading(self) -> bool:
@@ -417,14 +418,19 @@ class KVCacheManager:
         namespace = self._namespace(request)
         if namespace is None:
             return CachedPrefix([], None, 0, -1)
-        path, partial, shared = self.tree.match(namespace, _contents(request), request.most_cached)
-        known = len(path)
-        if partial is not None and step is not None and partial.step >= step:
-            partial, shared = None, 0  # the step that would copy it is the one that computes it
-        prefix = CachedPrefix(path, partial, shared, known)
-        for extension in self.extensions:
-            prefix = extension.match(prefix, step)
-        return prefix
+        limit, spans = request.most_cached, request.spec.prompt.spans
+        while True:
+            path, partial, shared = self.tree.match(namespace, _contents(request), limit)
+            known = len(path)
+            if partial is not None and step is not None and partial.step >= step:
+                partial, shared = None, 0  # the step that would copy it is the one that computes it
+            prefix = CachedPrefix(path, partial, shared, known)
+            for extension in self.extensions:
+                prefix = extension.match(prefix, step)
+            tokens = self._tokens_of(prefix)
+            limit = cut(spans, tokens)
+            if limit == tokens:
+                return prefix
 
     def _tokens_of(self, prefix: CachedPrefix) -> int:
         return len(prefix.path) * self.block_size + prefix.shared

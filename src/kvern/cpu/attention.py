@@ -20,7 +20,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *fields("keys values key_scales value_scales sinks", POINTER),
-        *fields("heads kv_heads head_dim value_dim block_size window ahead", INTEGER),
+        *fields("heads kv_heads head_dim value_dim block_size window ahead spans", INTEGER),
         *fields("scale softcap", NUMBER),
         *fields("cache_dtype dtype", CODE),
     ]
@@ -34,6 +34,7 @@ class _Step(ctypes.Structure):
         ("table_stride", INTEGER),
         ("requests", POINTER),
         ("count", INTEGER),
+        ("ends", POINTER),
     ]
 
 
@@ -46,6 +47,7 @@ class AttentionForm(NamedTuple):
     softcap    limit of the scores; None: none
     value_dim  entries of a value; None: as many as of a key
     causal     tokens see no later keys; otherwise as many later as earlier ones, within their request
+    spans      tokens see keys up to the ends that a step has for them
     """
 
     heads: int
@@ -54,6 +56,7 @@ class AttentionForm(NamedTuple):
     softcap: float | None = None
     value_dim: int | None = None
     causal: bool = True
+    spans: bool = False
 
 
 class CachedLayer:
@@ -83,8 +86,8 @@ class CachedLayer:
         ahead = 0 if form.causal else MOST_AHEAD if window is None else window - 1
         self._layer = _Layer(
             keys.data_ptr(), values.data_ptr(), address(key_scales), address(value_scales), address(sinks), form.heads,
-            kv_heads, head_dim, self._value_dim, block_size, window or 0, ahead, form.scale, form.softcap or 0.0,
-            DTYPES[cache.dtype], DTYPES[dtype],
+            kv_heads, head_dim, self._value_dim, block_size, window or 0, ahead, form.spans, form.scale,
+            form.softcap or 0.0, DTYPES[cache.dtype], DTYPES[dtype],
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
 
@@ -107,10 +110,13 @@ class CachedLayer:
 class Step:
     """The requests of a step: `requests` [3, R] int64, without gaps, read when a layer attends.
 
-    Its rows are indices into `block_table` [slots, blocks] int32, first positions, and numbers of tokens.
+    Its rows are indices into `block_table` [slots, blocks] int32, first positions, and numbers of tokens. `ends` [T]
+    int64: where the keys end that tokens see in layers with spans.
     """
 
-    def __init__(self, block_table: Tensor, requests: Tensor) -> None:
-        self.tensors = (block_table, requests)  # kept alive, because their addresses are used
-        self._step = _Step(block_table.data_ptr(), block_table.stride(0), requests.data_ptr(), requests.shape[1])
+    def __init__(self, block_table: Tensor, requests: Tensor, ends: Tensor | None = None) -> None:
+        self.tensors, self._ends = (block_table, requests), ends  # kept alive, because their addresses are used
+        self._step = _Step(
+            block_table.data_ptr(), block_table.stride(0), requests.data_ptr(), requests.shape[1], address(ends)
+        )
         self.address = ctypes.addressof(self._step)

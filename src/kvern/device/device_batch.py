@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvern.device.input_batch import InputBatch, TableSlots, sampled_tokens
+from kvern.device.input_batch import InputBatch, TableSlots, sampled_tokens, spans_of
 from kvern.device.rows import NO_WINDOWS, ListedRows, WindowTables
 from kvern.device.transfer import send, upload
 from kvern.kernels.attention_arguments import Runs
@@ -128,6 +128,8 @@ class Queries:
     """All requests have few tokens, how many only the device knows."""
     made_tiles: dict[int, Tiles] = field(default_factory=dict)
     """The tiles by size: the same for all block tables."""
+    ends: torch.Tensor | None = None
+    """[T] int32, where the keys end that queries see in layers with spans; None: behind their own."""
 
     def over(self, block_table: torch.Tensor) -> "Queries":
         """These queries over another block table."""
@@ -144,7 +146,7 @@ class Queries:
     def runs(self, size: int) -> Runs:
         """The requests in `tiles` of at most `size` queries."""
         of_requests = self.device_slots, self.device_starts, self.query_start_loc, self.device_counts
-        return Runs(*of_requests, *self.tiles(size))
+        return Runs(*of_requests, *self.tiles(size), self.ends)
 
     def _make_tiles(self, size: int) -> Tiles:
         tiles = [
@@ -196,11 +198,12 @@ class DeviceBatch(InputBatch):
             block_table=self.block_table,
             device_slots=self.device_slots[requests],
             device_starts=self.device_starts[requests],
-            query_start_loc=firsts - first if first else firsts,  # each request before is one token
+            query_start_loc=firsts - first if first else firsts,
             device_counts=self.device_counts[requests],
             known_tiles=self.tiles,
             shared=None if first else self.shared,
             few=self.few,
+            ends=None if (ends := self.ends) is None else ends[first:].int(),  # each request before is one token
         )
 
 
@@ -316,4 +319,5 @@ def build_device_batch(
         drafted=sum(item.sampled > 1 for item in scheduled[decodes:]),
         uncertain=uncertain,
         windows=rows.windows(runs, total, longest, block_size),
+        spans=spans_of(scheduled),
     )

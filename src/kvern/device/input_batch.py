@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvern.device.rows import BatchRows
+from kvern.request.spans import Spans
 from kvern.request.step import ScheduledTokens
 
 IntegerArray = NDArray[np.int64]
@@ -32,6 +33,7 @@ class InputBatch:
     logits_indices          [S] int64   index, among the T, of the token that it follows
     sample_positions        [S] int64   its position
     windows                 for each block table of layers with a window, that and its slot mapping
+    spans                   R times the spans among the tokens, see `PromptInput.spans`; empty: no request has any
     """
 
     slots: list[int]
@@ -45,6 +47,20 @@ class InputBatch:
     logits_indices: torch.Tensor
     sample_positions: torch.Tensor
     windows: Sequence[TableSlots] = field(default=(), kw_only=True)
+    spans: Sequence[Spans] = field(default=(), kw_only=True)
+
+    @property
+    def ends(self) -> torch.Tensor | None:
+        """Where the keys end that tokens see in layers with spans, [T] int64; None: behind the tokens themselves."""
+        if not self.spans:
+            return None
+        found = self.positions + 1
+        token = 0
+        for start, count, spans in zip(self.starts, self.counts, self.spans, strict=True):
+            for first, end in spans:
+                found[token + first - start : token + end - start] = end
+            token += count
+        return found
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,11 @@ def sampled_tokens(scheduled: Sequence[ScheduledTokens]) -> SampledTokens:
             positions.append(end - behind)
             indices.append(total - 1 - behind)
     return SampledTokens(slots, positions, indices)
+
+
+def spans_of(scheduled: Sequence[ScheduledTokens]) -> Sequence[Spans]:
+    """`InputBatch.spans` of a step."""
+    return [item.spans for item in scheduled] if any(item.spans for item in scheduled) else ()
 
 
 def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], block_size: int) -> InputBatch:
@@ -102,6 +123,7 @@ def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], blo
         logits_indices=torch.from_numpy(np.array(sampled.indices, np.int64)).to(device),
         sample_positions=torch.from_numpy(np.array(sampled.positions, np.int64)).to(device),
         windows=[(table, slot_mapping(table)) for table in rows.window_tables],
+        spans=spans_of(scheduled),
     )
 
 

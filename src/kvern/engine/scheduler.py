@@ -30,6 +30,7 @@ from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_costs import StepBudget, StepTime, load_of
 from kvern.request.request import FinishReason, Request, State
+from kvern.request.spans import cut, least, within
 from kvern.request.step import BlockCopy, Fork, NewRequest, ScheduledTokens, SchedulerOutput
 
 
@@ -88,6 +89,7 @@ class Scheduler:
         self._batch_open = True  # a static batch takes requests until slots, blocks or the queue are exhausted
         self._arrivals = 0
         self.by_id: dict[str, Request] = {}  # of all that have not ended
+        self._crowded: Request | None = None  # a span of its prompt has waited a step for a free budget
         self._awaited: set[Request] = set()  # waiting requests of which a step in flight samples something
         self._allowed: frozenset[str] | None = None
         self._wanted: Wanted | None = None
@@ -213,7 +215,9 @@ class Scheduler:
 
     def _schedule_running(self, output: SchedulerOutput, time: StepTime | None, begin: int) -> StepBudget:
         """Returns what is left of the budget."""
-        tokens, behind = self.limits.max_batch_tokens, list[Request]()
+        crowded, self._crowded = self._crowded, None
+        kept = 0 if crowded is None or crowded.state is State.FINISHED else self._least(crowded)[1]
+        tokens, behind = self.limits.max_batch_tokens - kept, list[Request]()
         for request in in_turn(self.running, self.limits.stages, begin):
             remaining = request.remaining_tokens
             if remaining > 1:
@@ -222,17 +226,41 @@ class Scheduler:
                 drafted = request.drafts.token_ids or request.drafts.guesses
                 verified = self._verify(request, tokens - len(self.running), output) if drafted else 0
                 tokens -= verified or self._advance(request, 1, 1, output)
-        budget = StepBudget(tokens, self.limits.chunked_prefill)
+        budget = StepBudget(tokens + kept, self.limits.chunked_prefill)
         waits = behind or (self.waiting and self.running.free_rows)
         if time is not None and waits and decodes(output, self.running, self.limits.stages):
             budget.limit(time, load_of(output.scheduled))
+        if crowded is not None and crowded in behind:
+            behind.remove(crowded)
+            self._advance_prompt(crowded, budget, output)
+        elif kept:
+            self._admit(output, budget)
         if behind and self.limits.continuous and self.waiting.has_owners(self.running.rows):
             self._admit(output, budget, new_owners=True)
         for request in by_owners(behind, self.step):
-            start, remaining = request.num_computed_tokens, request.remaining_tokens
-            count = budget.chunk(start, remaining, self.cache.until(request))
-            budget.take(start, self._advance(request, remaining, count, output))
+            self._advance_prompt(request, budget, output)
         return budget
+
+    def _advance_prompt(self, request: Request, budget: StepBudget, output: SchedulerOutput) -> None:
+        """Compute some of a running request's prompt."""
+        start, count = request.num_computed_tokens, self._chunk(request, budget)
+        budget.take(start, self._advance(request, request.remaining_tokens, count, output))
+
+    def _chunk(self, request: Request, budget: StepBudget) -> int:
+        """How much of a prompt the step computes, no span in part; one that does not fit is first in the next step."""
+        start, fewest = self._least(request)
+        until = max(self.cache.until(request), fewest)
+        count = budget.chunk(start, request.remaining_tokens, until, fewest)
+        if not count and fewest > 1 and self._crowded is None:
+            self._crowded = request
+        return cut(request.spec.prompt.spans, start + count) - start
+
+    def _least(self, request: Request) -> tuple[int, int]:
+        """Where a prompt goes on, and the fewest tokens that a step computes from there."""
+        spans, start = request.spec.prompt.spans, request.num_computed_tokens
+        if spans and request.state is not State.RUNNING:
+            start = self.cache.cached_tokens(request, self.step)
+        return start, least(spans, start)
 
     def _advance(self, request: Request, remaining: int, count: int, output: SchedulerOutput) -> int:
         """Compute `count` of a running request's tokens, if it has not been preempted; how many are computed."""
@@ -296,6 +324,9 @@ class Scheduler:
             if self._allowed is None and self.cache.lookup(request, self.step, reserve):
                 request.state = State.LOADING
                 continue
+            if not budget.takes(*self._least(request)):
+                self._crowded = self._crowded or request
+                break
             copies = self.cache.admit(request, self.step, reserve)
             if copies is None:
                 self.shares.lacks(Lacking(request, blocks=self.cache.blocks_for(len(request.token_ids))))
@@ -309,7 +340,7 @@ class Scheduler:
             output.joined.append(_joined(request, adapter_index))
             start, remaining = request.num_computed_tokens, request.remaining_tokens
             request.drafts.read_tokens = start
-            count = budget.chunk(start, remaining, self.cache.until(request))
+            count = self._chunk(request, budget)
             self._take(request, count, int(count == remaining), output)
             budget.take(start, count)
         self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
@@ -331,7 +362,8 @@ class Scheduler:
             guesses = to_guess(request, self.cache, len(self.running), wanted, count, sampled)
             if sampled and guesses:  # who guesses keeps keys, too
                 self._extend(request, count + 1 + guesses, output)
-        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, uncertain, guesses))
+        spans = within(request.spec.prompt.spans, start, start + count)
+        output.scheduled.append(ScheduledTokens(request.slot, start, count, sampled, uncertain, guesses, spans))
         output.request_ids.append(request.request_id)
         request.num_computed_tokens = start + count
         request.in_flight += sampled

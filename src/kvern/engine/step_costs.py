@@ -139,17 +139,22 @@ class StepBudget:
             self.spent = not self._fits(0, min(length, self._time.costs.tile) if self._chunked else length)
         return not self.spent
 
-    def chunk(self, start: int, remaining: int, wanted: int | None = None) -> int:
+    def chunk(self, start: int, remaining: int, wanted: int | None = None, least: int = 1) -> int:
         """Returns how many of a prompt's `remaining` tokens from position `start` on the step can compute.
 
-        The number is at most `wanted`, if the prompt can be cut.
+        The number is at most `wanted`, if the prompt can be cut, and 0 if it would be below `least`, of a span.
         """
-        if not self.holds(remaining):
+        if not self.holds(remaining) or not self.takes(start, least):
+            self.spent = True
             return 0
         count = min(remaining if wanted is None or not self._chunked else wanted, self.tokens)
         if not self._chunked or self._time is None or (count == remaining and self._fits(start, count, OVERTIME)):
             return count
-        return self._cut(self._time, start, count)
+        return max(least, self._cut(self._time, start, count))
+
+    def takes(self, start: int, span: int) -> bool:
+        """True if a span can be computed, which is not cut: the first prompt's however long that takes."""
+        return span == 1 or (self.tokens >= span and (self._first or self._fits(start, span)))
 
     def take(self, start: int, count: int) -> None:
         """Subtracts the tokens of a prompt that the step computes, or none."""

@@ -47,6 +47,7 @@ class Runs(NamedTuple):
     slots, starts    [R] int32: the row of the block table, and the position of the first query
     tokens, counts   [R] int32: the index of the first query among all T, and the number of queries
     tile_request, tile_first   [tiles] int32: for each tile the request, and the first query's index within it
+    ends             [T] int32: where the keys end that each query sees; None: behind its own
     """
 
     slots: Tensor
@@ -55,6 +56,7 @@ class Runs(NamedTuple):
     counts: Tensor
     tile_request: Tensor
     tile_first: Tensor
+    ends: Tensor | None = None
 
 
 class Pages(NamedTuple):

@@ -171,8 +171,9 @@ def _decode_attention_kernel(
     queries = tl.load(asked + head[:, None] * SHAPE.head_dim + dim[None, :], mask=in_query, other=0.0)
     queries = query_factors(queries, pages.scales, pages.keys.dtype.element_ty)
     scale = score_scale(scale, pages.scales, kv_head, pages.keys.dtype.element_ty)
+    position = length - 1 + row * 0
     maximum, total, gathered = attend(
-        queries, block, begin, end, length - 1 + row * 0, pages, table, kv_head, scale, softcap, SHAPE, False
+        queries, block, begin, end, position, position, pages, table, kv_head, scale, softcap, SHAPE, False
     )
     pair = request.to(tl.int64) * SHAPE.kv_heads + kv_head
     divisor = tl.where(total == 0.0, 1.0, total)

@@ -190,7 +190,7 @@ def hopper_prefill(
         TensorDescriptor(query, [count, width[0]], [query.stride(0), 1], [QUERIES // 2, head_dim], SWIZZLED),
         TensorDescriptor(layer.cache, [2 * rows, width[1]], [width[1], 1], [box, head_dim], SWIZZLED),
         table,
-        *runs,
+        *runs[:6],
         out,
         layer.sinks,
         tiles,

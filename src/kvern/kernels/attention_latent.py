@@ -314,7 +314,7 @@ def latent_attention(
     parts = Parts(out, out)
     if splits > 1:
         parts = empty_parts(tiles, splits, rows, head_dim=latent, device=query.device)
-    batch = _Batch(*requests, count, splits, shape.programs)
+    batch = _Batch(*requests[:6], count, splits, shape.programs)
     rest = max(16, next_power_of_2(width - latent))
     entries = max(16, next_power_of_2(latent))
     of_tile = _TileShape(heads, width, latent, block_size, 0, rows, shape.rows, entries, rest, shape.keys)

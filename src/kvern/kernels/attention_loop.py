@@ -46,6 +46,7 @@ def attend(
     begin,
     end,
     position,
+    last,
     pages,
     table,
     kv_head,
@@ -58,7 +59,8 @@ def attend(
 
     block     [KEYS]: of the first tile's keys, see `first_blocks`
     begin     a multiple of `block_size`, if `KEYS` is
-    position  [ROWS]: of each query; unless `CAUSAL`, all keys are at or before it
+    position  [ROWS]: of each query
+    last      [ROWS]: of the last key that each sees; unless `CAUSAL`, all keys are at or before it
 
     Numbers of 8 bits are read as pairs of neighbours, see `factor_pairs`.
 
@@ -102,7 +104,7 @@ def attend(
             scores = capped(scores, softcap)
         visible = known[None, :]
         if CAUSAL:
-            visible = visible & (at[None, :] <= position[:, None])
+            visible = visible & (at[None, :] <= last[:, None])
         if SHAPE.WINDOW > 0:
             visible = visible & (at[None, :] > position[:, None] - SHAPE.WINDOW)
         scores = tl.where(visible, scores, float("-inf"))

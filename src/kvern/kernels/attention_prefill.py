@@ -1,4 +1,4 @@
-"""Attention of runs of queries over the paged cache, causal.
+"""Attention of runs of queries over the paged cache, causal but for spans.
 
 Layout of keys and of values: [blocks, block_size, kv_heads, head_dim]. All scores are kept as powers of two.
 """
@@ -21,6 +21,17 @@ def capped(scores, softcap):
     return softcap * (1.0 - 2.0 / (turn + 1.0))
 
 
+@triton.jit
+def last_keys(position, query, inside, ends):
+    """Returns the position of the last key that queries see: their own, or that before their `ends`, if there are such.
+
+    query  [ROWS]: indices of the queries, of which those `inside` are some
+    """
+    if ends is None:
+        return position
+    return tl.maximum(position, tl.load(ends + query, mask=inside, other=0) - 1)
+
+
 class PrefillShape(NamedTuple):
     """The shape of a prefill launch: queries and keys of one tile."""
 
@@ -40,6 +51,7 @@ def prefill_tile(
     end,
     low,
     query_position,
+    last,
     pages,
     table,
     kv_head,
@@ -75,7 +87,7 @@ def prefill_tile(
     if SHAPE.SOFTCAP:
         scores = capped(scores * scale, softcap)
     if MASKED:
-        visible = position[None, :] <= query_position[:, None]
+        visible = position[None, :] <= last[:, None]
         if SHAPE.WINDOW > 0:
             visible = visible & (position[None, :] > query_position[:, None] - SHAPE.WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
@@ -116,6 +128,9 @@ def _prefill_attention_kernel(
     query_position = start + row
     low = start + first
     end = tl.minimum(start + count, low + SHAPE.ROWS)
+    last = last_keys(query_position, token + row, row < count, runs.ends)
+    if runs.ends is not None:
+        end = tl.minimum(start + count, tl.max(last, axis=0) + 1)
     begin = 0
     unmasked = low // SHAPE.KEYS * SHAPE.KEYS
     if SHAPE.WINDOW > 0:  # at a multiple of `KEYS`, so that a token's sums do not depend on where its chunk begins
@@ -126,13 +141,13 @@ def _prefill_attention_kernel(
     gathered = tl.full([SHAPE.ROWS, SHAPE.DIM], 0.0, tl.float32)
     for key in tl.range(begin, unmasked, SHAPE.KEYS):
         maximum, total, gathered = prefill_tile(
-            queries, maximum, total, gathered, key, end, low, query_position, pages, table, kv_head, scale, softcap,
-            SHAPE, False,
+            queries, maximum, total, gathered, key, end, low, query_position, last, pages, table, kv_head, scale,
+            softcap, SHAPE, False,
         )  # fmt: skip
     for key in tl.range(unmasked, end, SHAPE.KEYS):
         maximum, total, gathered = prefill_tile(
-            queries, maximum, total, gathered, key, end, low, query_position, pages, table, kv_head, scale, softcap,
-            SHAPE, True,
+            queries, maximum, total, gathered, key, end, low, query_position, last, pages, table, kv_head, scale,
+            softcap, SHAPE, True,
         )  # fmt: skip
     if pages.sinks is not None:
         total += tl.exp2(tl.load(pages.sinks + head) * 1.4426950408889634 - maximum)
@@ -159,7 +174,7 @@ def prefill_shape(head_dim: int, long: bool = False, element_size: int = 2) -> P
 def prefill_attention(
     query: torch.Tensor, layer: CachedLayer, table: torch.Tensor, runs: Runs, out: torch.Tensor, shape: PrefillShape
 ) -> None:
-    """Causal attention of runs of queries over the cache, which holds their own keys already.
+    """Attention of runs of queries, causal or up to `runs.ends`, over the cache, which holds their own keys already.
 
     query  [T, heads, head_dim], rows may have gaps
     table  [slots, max_blocks] int32: block tables

@@ -106,7 +106,7 @@ def _prefix_attention_kernel(
         # All queries come after the last of these keys.
         block = first_blocks(table, part * span, end, SHAPE)
         maximum, total, gathered = attend(
-            queries, block, part * span, end, row, pages, table, kv_head, scale, softcap, SHAPE, False
+            queries, block, part * span, end, row, row, pages, table, kv_head, scale, softcap, SHAPE, False
         )
         divisor = tl.where(total == 0.0, 1.0, total)
         index = (member * SHAPE.kv_heads * SHAPE.group + head) * batch.parts + part

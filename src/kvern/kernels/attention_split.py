@@ -29,6 +29,7 @@ from kvern.kernels.attention_loop import (
     most_rows,
     parts_at_a_time,
 )
+from kvern.kernels.attention_prefill import last_keys
 from kvern.kernels.eight_bit import in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, Rows, next_power_of_2, overlaps, rows_of, wait_for_previous
 
@@ -100,6 +101,10 @@ def _split_attention_kernel(
     token = tl.load(runs.tokens + request).to(tl.int64)
     low = start + first
     end = tl.minimum(start + count, low + SHAPE.ROWS // GROUP)
+    if runs.ends is not None:
+        asking = first + tl.arange(0, SHAPE.ROWS) // GROUP
+        last = last_keys(start + asking, token + asking, asking < count, runs.ends)
+        end = tl.minimum(start + count, tl.max(last, axis=0) + 1)
     begin = first_tile(low, SHAPE)
     pieces = 1
     if cut.splits > 1:
@@ -131,8 +136,9 @@ def _split_attention_kernel(
     queries = query_factors(queries, pages.scales, pages.keys.dtype.element_ty)
     scale = score_scale(scale, pages.scales, kv_head, pages.keys.dtype.element_ty)
     position = start + query_row
+    last = last_keys(position, token + query_row, query_row < count, runs.ends)
     maximum, total, gathered = attend(
-        queries, block, from_key, to_key, position, pages, table, kv_head, scale, softcap, SHAPE, True
+        queries, block, from_key, to_key, position, last, pages, table, kv_head, scale, softcap, SHAPE, True
     )
     place = (token + query_row) * SHAPE.kv_heads * SHAPE.group + head
     target = out + (place * SHAPE.head_dim)[:, None] + dim[None, :]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from kvern.request.sampling_params import ResolvedParams
+from kvern.request.spans import Spans
 
 if TYPE_CHECKING:
     from kvern.cache.radix import Node
@@ -104,6 +105,8 @@ class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digests are equal. Positions ascend."""
     second_text: int | None = None
     """The position of the second of two texts that an encoder reads together; None for one text."""
+    spans: Spans = ()
+    """(first, end) of tokens that see each other, later ones too: one step computes all of them. Positions ascend."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

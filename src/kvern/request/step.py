@@ -8,6 +8,7 @@ import msgspec
 
 from kvern.request.request import RequestSpec
 from kvern.request.sampling_params import ResolvedParams
+from kvern.request.spans import Spans
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
@@ -78,6 +79,8 @@ class ScheduledTokens(msgspec.Struct, frozen=True, gc=False):
 
     For a part of a prompt it is above 0 if drafts are wanted after its end.
     """
+    spans: Spans = ()
+    """The spans of the prompt that these tokens have, see `PromptInput.spans`."""
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):

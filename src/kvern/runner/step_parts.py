@@ -6,9 +6,10 @@ that has changed states of layers cannot be run again: it is lost, and what is p
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvern.errors import in_a_line
+from kvern.request.spans import cut, least, within
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepLost, StepResult
 
 logger = logging.getLogger("kvern")
@@ -64,16 +65,7 @@ class StepParts:
             middle = len(scheduled) // 2
             return self._run(unsent, scheduled[:middle]) + self._run(unsent, scheduled[middle:])
         (item,), limit = scheduled, self._token_limit or 1
-        pieces = [
-            ScheduledTokens(
-                item.slot,
-                item.start + first,
-                min(limit, item.count - first),
-                item.sampled if first + limit >= item.count else 0,
-                guesses=item.guesses,
-            )
-            for first in range(0, item.count, limit)
-        ]
+        pieces = list(_pieces(item, limit))
         return [JoinedPieces([part for piece in pieces for part in self._run(unsent, [piece])])]
 
     def _lower(self, scheduled: Sequence[ScheduledTokens], error: StepTooLarge) -> None:
@@ -93,8 +85,27 @@ class StepParts:
 
 
 def _is_whole(scheduled: Sequence[ScheduledTokens]) -> bool:
-    """Returns whether this cannot be cut: one token, or one request's drafts, which are verified at once."""
-    return len(scheduled) == 1 and (scheduled[0].count == 1 or scheduled[0].sampled > 1)
+    """Returns whether this cannot be cut: one token, one span, or one request's drafts, which are verified at once."""
+    if len(scheduled) > 1:
+        return False
+    item = scheduled[0]
+    return item.count == least(item.spans, item.start) or item.sampled > 1
+
+
+def _pieces(item: ScheduledTokens, limit: int) -> Iterator[ScheduledTokens]:
+    """Pieces of at most so many tokens, or of one span."""
+    start, end = item.start, item.start + item.count
+    while start < end:
+        stop = max(cut(item.spans, min(start + limit, end)), start + least(item.spans, start))
+        yield ScheduledTokens(
+            item.slot,
+            start,
+            stop - start,
+            item.sampled if stop == end else 0,
+            guesses=item.guesses,
+            spans=within(item.spans, start, stop),
+        )
+        start = stop
 
 
 class _Unsent:

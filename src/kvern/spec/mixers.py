@@ -25,7 +25,8 @@ class AttentionSpec:
     before its norm and rotation. `cache_of`: the place in the model of an earlier layer whose keys and values this one
     attends to (None: it has its own). `expanded`: of keys that are latents, the attention to what is made of them, for
     so many heads at a time (None: nothing that kernels know). `inputs`: how many numbers of a token it projects (None:
-    the hidden size). `copies`: so many neighbouring ranks have the same KV heads.
+    the hidden size). `copies`: so many neighbouring ranks have the same KV heads. `spans`: a query in a span of the
+    prompt sees all of it, as far as its window reaches back.
     """
 
     heads: int
@@ -43,6 +44,7 @@ class AttentionSpec:
     expanded: "AttentionSpec | None" = None
     inputs: int | None = None
     copies: int = 1
+    spans: bool = False
 
     @property
     def own_kv_heads(self) -> int:

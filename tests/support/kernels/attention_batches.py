@@ -12,6 +12,7 @@ from kvern.kernels.attention_prefill import PrefillShape, prefill_attention
 from kvern.kernels.attention_prefix import SharedPrefix
 from kvern.kernels.attention_split import SplitShape, split_attention
 from kvern.kernels.launch import next_power_of_2
+from tests.support.kernels.cpu_attention_batches import spans_of
 
 BLOCK_SIZE = 4
 
@@ -26,6 +27,7 @@ class Batch(NamedTuple):
     starts: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
+    ends: torch.Tensor | None = None
 
 
 def make_batch(
@@ -59,6 +61,17 @@ def make_batch(
     )
 
 
+def with_spans(batch: Batch) -> Batch:
+    """The batch with two spans in each run of more than three queries, of which the second ends it."""
+    ends = []
+    for start, count in zip(batch.starts.tolist(), batch.counts.tolist(), strict=True):
+        own = torch.arange(start, start + count, dtype=torch.int32) + 1
+        for first, end in spans_of(start, count):
+            own[first - start : end - start] = end
+        ends.append(own)
+    return batch._replace(ends=torch.cat(ends).to(batch.query.device))
+
+
 def attention_reference(
     batch: Batch, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -75,6 +88,8 @@ def attention_reference(
         position = torch.arange(start, start + count, device=scores.device)[:, None]
         other = torch.arange(start + count, device=scores.device)[None]
         hidden = other > position
+        if batch.ends is not None:
+            hidden = other >= batch.ends[token : token + count, None]
         if window is not None:
             hidden |= other <= position - window
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -127,7 +142,7 @@ def runs_of(batch: Batch, queries: int) -> Runs:
     counts = batch.counts.tolist()
     tiles = [(index, first) for index, count in enumerate(counts) for first in range(0, count, queries)]
     requests, firsts = torch.tensor(tiles, dtype=torch.int32, device=batch.query.device).T.contiguous()
-    return Runs(batch.slots, batch.starts, batch.tokens, batch.counts, requests, firsts)
+    return Runs(batch.slots, batch.starts, batch.tokens, batch.counts, requests, firsts, batch.ends)
 
 
 def prefill(batch: Batch, **options: Any) -> torch.Tensor:

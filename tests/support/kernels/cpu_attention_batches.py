@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype = torch.bfloat16
     sinks: bool = False
+    spans: bool = False
 
     def logits(self) -> Tensor | None:
         """Logits of the sinks: far below the scores, among them, and far above."""
@@ -51,27 +52,31 @@ class Batch:
     keys: list[Tensor]
     values: list[Tensor]
     queries: list[Tensor]
+    ends: list[Tensor] = field(default_factory=list)
 
     def attend(self, chosen: Sequence[int] | None = None, wanted: Tensor | None = None) -> Tensor:
         chosen = range(len(self.requests)) if chosen is None else chosen
         starts, counts = zip(*(self.requests[index] for index in chosen), strict=True)
-        step = Step(self.table, torch.tensor([list(chosen), starts, counts]))
+        ends = torch.cat([self.ends[index] for index in chosen]) if self.case.spans else None
+        step = Step(self.table, torch.tensor([list(chosen), starts, counts]), ends)
         return self.layer().attend(step, torch.cat([self.queries[index] for index in chosen]), wanted)
 
     def layer(self) -> CachedLayer:
         case = self.case
         kind = case.heads, case.scale, case.window, case.softcap, case.value_dim
-        return CachedLayer(self.cache, self.scales, case.dtype, AttentionForm(*kind), case.logits())
+        return CachedLayer(self.cache, self.scales, case.dtype, AttentionForm(*kind, spans=case.spans), case.logits())
 
     def reference(self) -> Tensor:
         case, parts = self.case, []
-        for (start, count), key, value, query in zip(self.requests, self.keys, self.values, self.queries, strict=True):
+        for (start, count), key, value, query, ends in zip(
+            self.requests, self.keys, self.values, self.queries, self.ends, strict=True
+        ):
             key, value = (item.repeat_interleave(case.heads // case.kv_heads, 1) for item in (key, value))
             scores = torch.einsum("qhd,khd->hqk", query.double(), key) * case.scale
             if case.softcap is not None:
                 scores = case.softcap * (scores / case.softcap).tanh()
             position, other = torch.arange(start, start + count)[:, None], torch.arange(start + count)
-            hidden = other > position
+            hidden = other >= (ends if case.spans else position[:, 0] + 1)[:, None]
             if case.window is not None:
                 hidden |= other <= position - case.window
             scores = scores.masked_fill(hidden, float("-inf"))
@@ -113,7 +118,15 @@ def make_batch(case: Case, requests: list[tuple[int, int]], shared: int = 0) -> 
         batch.keys.append(stored[0])
         batch.values.append(stored[-1][..., : case.value_dim])
         batch.queries.append(torch.randn(count, case.heads, case.head_dim, generator=generator).to(case.dtype))
+        batch.ends.append(torch.arange(start, start + count) + 1)
+        for first, end in spans_of(start, count):
+            batch.ends[-1][first - start : end - start] = end
     return batch
+
+
+def spans_of(start: int, count: int) -> list[tuple[int, int]]:
+    """Two spans of a run of tokens, of which the second ends it; none of a short run."""
+    return [(start + 2, start + 2 + count // 3), (start + count - count // 3, start + count)] if count > 3 else []
 
 
 def close(found: Tensor, expected: Tensor, case: Case) -> None:

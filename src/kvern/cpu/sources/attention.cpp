@@ -66,7 +66,8 @@ int64_t list_queries(const Call& call, const int64_t* wanted, int64_t count, std
         for (int64_t out = first; out < index; ++out) {
             const int64_t row = wanted == nullptr ? out : wanted[out];
             const int64_t position = starts[request] + row - token;
-            const int64_t seen = std::min(keys, position + 1 + call.layer.ahead);
+            const bool spans = call.layer.spans && call.step.ends != nullptr;
+            const int64_t seen = std::min(keys, spans ? call.step.ends[row] : position + 1 + call.layer.ahead);
             (index - first == 1 ? alone : queries).push_back({row, position, seen, out, blocks});
         }
     }

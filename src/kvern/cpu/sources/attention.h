@@ -15,6 +15,7 @@ struct AttentionLayer {
     const float* sinks;  // [heads], logits that take part in the softmax without a value; or null
     int64_t heads, kv_heads, head_dim, value_dim, block_size;
     int64_t window, ahead;
+    int64_t spans;  // whether the ends of the step's spans are those of its queries' keys
     float scale;
     float softcap;  // 0: none
     int32_t cache_dtype;
@@ -27,6 +28,7 @@ struct AttentionStep {
     int64_t table_stride;
     const int64_t* requests;  // [3, count]: slots, starts, counts
     int64_t count;
+    const int64_t* ends;  // [tokens]: where the keys end that each sees in a layer with spans; null: behind itself
 };
 
 }  // namespace kvern
