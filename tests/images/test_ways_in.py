@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from PIL import Image
 
 from kvern import LLM, SamplingParams
 from kvern.errors import InvalidRequest
-from kvern.images.file import LOW, read_file
+from kvern.images.file import read_file
+from kvern.images.limits import LOW
 from kvern.images.settings import settings_of
 from kvern.models.image_models import vision_of
 from kvern.models.loader import read_config
-from tests.support.served import Served, serving
+from tests.support.served import Served, eventually, serving
 from tests.support.vision_models import FAMILIES, make_vision_model, picture
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, logprobs=1, ignore_eos=True)
@@ -143,3 +145,101 @@ def test_answers_say_how_many_tokens_are_of_images(kind: str, server: Served) ->
     assert f"tokens, {5 * 4 * seen} of them of 5 images, and at most 511" in refused
     refused = post(server, "/v1/chat/completions", {"messages": asked(*[shown(small)] * 33)}, 400)["error"]["message"]
     assert "the conversation has 33 images: at most 32 are read" in refused
+
+
+def keyed(server: Served, key: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    url, headers = server.url.removesuffix("/v1") + path, {"authorization": f"Bearer {key}"}
+    return httpx.post(url, json={"model": "sees", **body}, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def walled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of two keys, each of which may have 64 MiB of images in flight."""
+    options = ("--dtype", "float32", "--max-model-len", "512", "--threads", "1", "--served-model-name", "sees")
+    limits = ("--image-memory", str(128 << 20), "--allowed-media-domains", "localhost,*.a.org")
+    data = tmp_path_factory.mktemp("walled")
+    (data / "keys").write_text("alice:alice\nbob:bob admin=1\n")
+    with serving(
+        "--model", str(folder), *options, *limits, "--api-key-file", str(data / "keys"), "--data-dir", str(data)
+    ) as server:
+        yield server
+
+
+def test_files_of_the_server_are_read_by_their_key(llm: LLM, walled: Served) -> None:
+    """And no address of this machine is, though its host is allowed."""
+    server, image = walled, picture(60, 60)
+    [output] = llm.chat(asked(shown(image), "what"), PARAMS)
+    client = server.client("alice")
+    files = [client.files.create(file=("a.png", data), purpose="vision") for data in (saved(image), b"no picture")]
+    files.insert(1, client.files.create(file=("a.png", saved(image)), purpose="user_data"))
+    assert [file.purpose for file in files] == ["vision", "user_data", "vision"]
+    for file in files[:2]:
+        parts = [{"type": "input_image", "file_id": file.id}, {"type": "input_text", "text": "what"}]
+        body = {"input": [{"role": "user", "content": parts}], "temperature": 0, "max_output_tokens": 4}
+        answer = keyed(server, "alice", "/v1/responses", body).json()
+        assert answer["output"][0]["content"][0]["text"] == output.outputs[0].text
+        assert answer["usage"]["input_tokens"] == len(output.prompt_token_ids)
+    later = {"previous_response_id": answer["id"], "input": "and now", "max_output_tokens": 4}
+    for _ in range(2):
+        answer = keyed(server, "alice", "/v1/responses", later).json()
+        assert answer["usage"]["input_tokens_details"]["image_tokens"] > 0
+        later["previous_response_id"] = answer["id"]
+    blocks = [{"type": "image", "source": {"type": "file", "file_id": files[0].id}}, {"type": "text", "text": "what"}]
+    body = {"max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
+    said = keyed(server, "alice", "/v1/messages", body).json()
+    assert said["content"][0]["text"] == output.outputs[0].text
+    counted = keyed(server, "alice", "/v1/messages/count_tokens", body).json()
+    assert counted["input_tokens"] == len(output.prompt_token_ids)
+    assert keyed(server, "bob", "/v1/messages", body).status_code == 400, "files are of their key alone"
+    chat = "/v1/chat/completions"
+    for part, text in (
+        ({"type": "input_image", "file_id": files[2].id}, "this is no image"),
+        ({"type": "input_image", "file_id": "file-none"}, "there is no file 'file-none' of this key"),
+        ({"type": "input_image", "file_id": 5}, "there is no file 5 of this key"),
+        ({"type": "image_url", "image_url": {"url": "https://localhost/a"}}, "not of the public network"),
+        ({"type": "image_url", "image_url": {"url": "https://127.0.0.1/a"}}, "is not among the hosts"),
+        ({"type": "image_url", "image_url": {"url": "http://b.a.org/a"}}, "an address is https"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "an address is https"),
+    ):
+        found = keyed(server, "alice", chat, {"messages": asked("what", part), "max_tokens": 4})
+        assert found.status_code == 400 and "messages[0].content[1]: " in found.text and text in found.text
+    client.files.delete(files[0].id)
+    assert keyed(server, "alice", "/v1/messages", body).status_code == 400
+    many = asked(*[{"type": "input_image", "file_id": files[1].id}] * 33)
+    assert "has 33 images" in keyed(server, "alice", chat, {"messages": many}).text
+
+
+def test_images_of_requests_have_a_bound(walled: Served) -> None:
+    """A key has its share of the memory, and gets it back when its requests end."""
+    data = saved(picture(1900, 1900))
+    fitting = (64 << 20) // len(data)
+    assert 4 <= fitting <= 8
+    parts, bodies = {}, {}
+    for key in ("alice", "bob"):
+        file = walled.client(key).files.create(file=("a.png", data), purpose="vision")
+        part = parts[key] = {"type": "input_image", "file_id": file.id, "detail": "low"}
+        bodies[key] = {"messages": asked(part, "what"), "max_tokens": 1}
+
+    def status(key: str) -> int:
+        return keyed(walled, key, "/v1/chat/completions", bodies[key]).status_code
+
+    def running() -> int:
+        return int(
+            httpx.get(f"http://{walled.host}:{walled.port}/load", headers={"x-api-key": "bob"}).json()["server_load"]
+        )
+
+    assert status("alice") == 200
+    with ThreadPoolExecutor(fitting + 1) as threads:
+        with walled.held():
+            waiting = [threads.submit(status, "alice") for _ in range(fitting)]
+            eventually(lambda: running() == fitting)
+            refused = keyed(walled, "alice", "/v1/chat/completions", bodies["alice"])
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert "the images of requests that wait or run fill the memory for them" in refused.text
+            assert keyed(walled, "alice", "/v1/completions", {"prompt": "x", "max_tokens": 0}).status_code != 429
+            waiting.append(threads.submit(status, "bob"))
+            eventually(lambda: running() == fitting + 1)
+        assert [each.result() for each in waiting] == [200] * (fitting + 1)
+    assert status("alice") == 200 and walled.figure("requests_refused_total", "bob", reason="images") == 1
+    refused = keyed(walled, "bob", "/v1/chat/completions", {"messages": asked(*[parts["bob"]] * 12)})
+    assert refused.status_code == 400 and "the images have more than 67108864 bytes" in refused.text

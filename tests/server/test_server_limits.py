@@ -20,6 +20,7 @@ import pytest
 from kvern.cli.main import main
 from kvern.server.config import ServerConfig
 from kvern.server.keys import ApiKey, KeyRing, client_of
+from kvern.server.media import ImageMemory
 from kvern.server.service import Admission, KeyLimits
 from kvern.serving.client import EngineClient
 from tests.support.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
@@ -91,7 +92,9 @@ def test_limits_of_a_key(with_keys: Served) -> None:
 
 def test_what_the_engine_has_does_not_arrive_any_more() -> None:
     admission, key = (
-        Admission(cast("EngineClient", None), 1, KeyRing(ServerConfig()), KeyLimits()),
+        Admission(
+            cast("EngineClient", None), 1, KeyRing(ServerConfig()), KeyLimits(), ImageMemory(1, KeyRing(ServerConfig()))
+        ),
         ApiKey("alice", b""),
     )
     with admission.arriving(key, 3) as arrived:

@@ -280,7 +280,8 @@ class Conversation:
         if not self._llm.reads_images:
             self._show("error: this model reads text only")
             return
-        from kvern.images.file import LARGEST_FILE, read_file
+        from kvern.images.file import read_file
+        from kvern.images.limits import LARGEST_FILE
 
         try:
             data = read_whole(Path(name).expanduser(), LARGEST_FILE)

@@ -67,7 +67,7 @@ class Pictures:
     @property
     def tokens(self) -> int:
         """The number of tokens that have a row of an image."""
-        return sum(self._reader.settings.tokens(file).cells for file in self._files)
+        return sum(map(self._reader.settings.count, self._files))
 
     def prompt(self, token_ids: Sequence[int]) -> PromptInput:
         """Returns the prompt with the tokens of the images at their placeholders. Raises InvalidRequest."""

@@ -1,8 +1,8 @@
 """Files of images: their size by the header alone, and their pixels.
 
 Formats are JPEG, PNG, WebP and GIF, of which the first frame counts. EXIF's orientation is applied, transparent pixels
-lie on white, and 16-bit grey keeps its range. A file after the mark `LOW` is read in low detail: families choose sizes
-and tokens as if the picture had at most `LOW_SIDE` pixels on a side. No format begins with the mark.
+lie on white, and 16-bit grey keeps its range. In low detail families choose sizes and tokens as if the picture had at
+most `LOW_SIDE` pixels on a side.
 """
 
 import contextlib
@@ -17,17 +17,11 @@ import numpy
 import numpy.typing
 
 from kvern.errors import InvalidRequest
+from kvern.images.limits import FORMATS, LARGEST_FILE, LONGEST_SIDE, LOW, LOW_SIDE, MOST_PIXELS, MOST_RATIO
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
-LARGEST_FILE = 20 << 20
-MOST_PIXELS = 50_000_000
-LONGEST_SIDE = 16_384
-MOST_RATIO = 200
-LOW = b"low detail\0"
-LOW_SIDE = 512
 TURNS: Mapping[object, str] = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",

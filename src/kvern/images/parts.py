@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvern.errors import InvalidRequest, shown
-from kvern.images.file import LOW
+from kvern.images.limits import LOW
 
 DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w=.-]+)*;base64,(?P<data>.*)", re.DOTALL)
 ADDRESS = re.compile(r"(?!data:)[A-Za-z][A-Za-z0-9+.-]*:")

@@ -11,13 +11,12 @@ import msgspec
 
 from kvern.errors import InvalidRequest, UnsupportedModel
 from kvern.images.file import ImageFile, read_file
+from kvern.images.limits import MOST_IMAGES
 from kvern.images.parts import bytes_of
 from kvern.images.settings import ImageSettings, settings_of
 from kvern.request.request import PromptInput
 from kvern.spec.vision import VisionSpec
 from kvern.text.tokenizer import Tokenizer
-
-MOST_IMAGES = 32
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ VLLM: dict[str, Rule] = {
 
 ALIKE: dict[Rule, tuple[str, ...]] = {
     Idle(MEDIA, 1): (
-        "allowed_media_domains", "default_mm_loras", "mm_encoder_attn_backend", "mm_shm_cache_max_object_size_mb",
+        "default_mm_loras", "mm_encoder_attn_backend", "mm_shm_cache_max_object_size_mb",
         "video_pruning_rate", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb",
         "mm_encoder_tp_mode", "media_io_kwargs", "allowed_local_media_path", "mm_processor_cache_type",
     ),

@@ -91,6 +91,7 @@ class Apis:
 
     def __init__(self, service: Service, width: int) -> None:
         self.service, self.width = service, width
+        service.media.store = lambda: self.store
         self.tasks: set[asyncio.Task[None]] = set()
         """Background tasks that the server's shutdown waits for."""
         self._made: dict[type[Any], Any] = {}

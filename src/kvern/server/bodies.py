@@ -41,14 +41,14 @@ MOST_PARTS = 8192
 class Lane:
     """A limit on the bytes of large bodies that are in memory at the same time, granted in the order of arrival.
 
-    Each of `users` keys may have its share, or one body of any size. A key over its share waits, and later bodies of
-    others pass it.
+    Each of `users` keys may have its share of `most` bytes, or one body of the `largest` size. A key over its share
+    waits, and later bodies of others pass it.
     """
 
-    def __init__(self, users: int) -> None:
+    def __init__(self, users: int, most: int = LARGE_BODIES_BYTES, largest: int = MAX_BODY_BYTES) -> None:
         self.threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="large-body")
-        self._most = max(MAX_BODY_BYTES, LARGE_BODIES_BYTES // users)
-        self._free = LARGE_BODIES_BYTES
+        self._most = max(largest, most // users)
+        self._free = most
         self._taken: Counter[str] = Counter()
         self._trimming: asyncio.TimerHandle | None = None
         self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}

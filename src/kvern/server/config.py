@@ -12,6 +12,9 @@ from kvern.errors import ConfigError
 
 BATCHES = "kvern.db"
 """The database of files and batches in the data folder."""
+LARGEST_IMAGES = 64 << 20
+"""The limit of one request's images together."""
+MEDIA_HOST = re.compile(r"(\*\.)?([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)*[a-z]([a-z0-9-]*[a-z0-9])?", re.IGNORECASE)
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -53,6 +56,12 @@ class ServerConfig:
     max_queue: int = 2048
     """Most sequences that may wait; further requests are refused with 429 and a time after which to try again. Each of
     several keys always has its share of the queue."""
+    image_memory: int = 1 << 30
+    """Most bytes of images, as they were sent, of all requests that wait or run; further ones are refused with 429.
+    The engine holds them too. Each of several keys has its share."""
+    allowed_media_domains: tuple[str, ...] = ()
+    """Hosts, such as images.example.org or *.example.org, from whose public addresses images are fetched (https).
+    Without any, addresses in requests are refused."""
     concurrent_per_key: int | None = None
     """Most requests of one key at the same time."""
     per_minute_per_key: int | None = None
@@ -94,6 +103,13 @@ class ServerConfig:
         for anyone in {"*", "null"} & {*self.allowed_origins} if self.allow_credentials else ():
             what = f"allow_credentials is set and allowed_origins has {anyone}, which any page can be"
             raise ConfigError(f"{what}: name the origins that are trusted")
+        hosts = ",".join(_listed("allowed_media_domains", self.allowed_media_domains)).split(",")
+        object.__setattr__(self, "allowed_media_domains", tuple(filter(None, hosts)))
+        for host in self.allowed_media_domains:
+            if not MEDIA_HOST.fullmatch(host):
+                raise ConfigError(f"allowed_media_domains has {host!r}: a host is a name, or *. and a domain")
+        if self.image_memory < LARGEST_IMAGES:
+            raise ConfigError(f"image_memory is {self.image_memory}: one request may need {LARGEST_IMAGES}; raise it")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}: it must be between 0 and 65535")
         if self.tls_key is not None and self.tls_cert is None:

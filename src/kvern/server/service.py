@@ -22,11 +22,12 @@ from kvern.engine.inputs import Prompt
 from kvern.errors import ConfigError, shown
 from kvern.observe.metrics import KeyFigures
 from kvern.request.outputs import RequestOutput
-from kvern.request.request import RequestOptions
+from kvern.request.request import PromptInput, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 from kvern.server.http import WRITERS, write_large
 from kvern.server.keys import ApiKey, KeyRing
+from kvern.server.media import ImageMemory, Media
 from kvern.server.usage import UsageCounter
 from kvern.serving.client import EngineClient
 from kvern.serving.workload import Generation
@@ -85,16 +86,19 @@ class Admission:
     `max_queue` waiting, and rows of its batches the same again, so that at most three times `max_queue` wait in all.
     """
 
-    def __init__(self, client: EngineClient, max_queue: int, keys: KeyRing, limits: KeyLimits) -> None:
+    def __init__(
+        self, client: EngineClient, max_queue: int, keys: KeyRing, limits: KeyLimits, images: ImageMemory
+    ) -> None:
         self._client = client
         self._max_queue = max_queue
         self._keys = keys
         self._limits = limits
+        self._images = images
         self._ended: dict[str, deque[float]] = {}
         self._arriving: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def enter(self, key: ApiKey, sequences: int = 0) -> Iterator[None]:
+    def enter(self, key: ApiKey, sequences: int = 0, image_bytes: int = 0) -> Iterator[None]:
         """Admits a request of `sequences` sequences until the block ends. Raises HttpError 429, 403 or 400."""
         if 0 in (key.concurrent, key.per_minute):
             raise HttpError(403, f"key {key.name} may ask no model: its limit of requests is 0")
@@ -104,12 +108,13 @@ class Admission:
             raise self._refusal(reason, message, self._seconds_for(key, 1) if seconds is None else seconds)
         if sequences:
             self._check_queue(key, sequences)
-        self._limits.begin(key)
-        try:
-            yield
-        finally:
-            self._ended.setdefault(key.line, deque(maxlen=RATE_WINDOW)).extend([time.monotonic()] * sequences)
-            self._limits.end(key)
+        with self._images.held(key, image_bytes, lambda why: self._refusal("images", why, self._seconds_for(key, 1))):
+            self._limits.begin(key)
+            try:
+                yield
+            finally:
+                self._ended.setdefault(key.line, deque(maxlen=RATE_WINDOW)).extend([time.monotonic()] * sequences)
+                self._limits.end(key)
 
     @contextlib.contextmanager
     def arriving(self, key: ApiKey, sequences: int) -> Iterator[Callable[[int], None]]:
@@ -220,6 +225,11 @@ class Ask:
         return any(params.logprobs is not None or params.prompt_logprobs is not None for params in self.params)
 
     @property
+    def image_bytes(self) -> int:
+        """The bytes of the images of all prompts."""
+        return sum(len(file) for one in self.prompts if isinstance(one, PromptInput) for file in one.attachments)
+
+    @property
     def sequences(self) -> int:
         """The number of sequences to generate."""
         return sum(params.sequences for params in self.params)
@@ -272,10 +282,14 @@ class Service:
     def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: KeyRing) -> None:
         self.config = config
         self.keys = keys
+        self.media = Media(config, keys)
         self._limits = limits = KeyLimits()
         self.figures = KeyFigures(clients[0].names[0])
         self.figures.know(key.name for key in keys.users)
-        self.engines = [ServedEngine(client, Admission(client, config.max_queue, keys, limits)) for client in clients]
+        self.engines = [
+            ServedEngine(client, Admission(client, config.max_queue, keys, limits, self.media.memory))
+            for client in clients
+        ]
         names = [name for engine in self.engines for name in dict.fromkeys(engine.names)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -333,7 +347,21 @@ class Service:
     ) -> ChatRequest:
         """Returns a conversation as a prompt for the model, with a reader of its answer."""
         options = dataclasses.replace(talk.options, namespace=self.namespace(common, key))
-        return await self.engine_of(model).client.inputs.chat(talk.messages, params, talk.use, options, key.owner)
+        engine = self.engine_of(model)
+        async with self.seen(engine, talk.messages, key) as messages:
+            return await engine.client.inputs.chat(messages, params, talk.use, options, key.owner)
+
+    @contextlib.asynccontextmanager
+    async def seen(
+        self, engine: ServedEngine, messages: list[dict[str, Any]], key: ApiKey
+    ) -> AsyncIterator[list[dict[str, Any]]]:
+        """Yields a conversation with the images that it names, for a model that reads any. Raises HttpError or
+        InvalidRequest."""
+        if engine.client.inputs.model.reads_images:
+            async with self.media.read(messages, key) as found:
+                yield found
+        else:
+            yield messages
 
     def ask(
         self,
@@ -372,7 +400,7 @@ class Service:
         engine, news = ask.engine, asyncio.Event()
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
-            held.enter_context(engine.admission.enter(ask.key, ask.sequences))
+            held.enter_context(engine.admission.enter(ask.key, ask.sequences, ask.image_bytes))
             used = UsageCounter(self.figures, ask.key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))
             held.callback(engine.client.replicas.abort, generations)

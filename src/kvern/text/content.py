@@ -74,6 +74,21 @@ def content_of(
     return joined(content)
 
 
+def restored(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages that were kept as JSON, which knows objects alone, with the parts that they had."""
+    return [
+        {**message, "content": [_restored(part) for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _restored(part: object) -> object:
+    is_media = isinstance(part, dict) and part.keys() == set(MediaPart.__struct_fields__)
+    return msgspec.convert(part, MediaPart) if is_media else part
+
+
 def joined(content: Sequence[str | MediaPart]) -> MessageContent:
     """Returns one text if all parts are texts, else the parts."""
     texts = [part for part in content if isinstance(part, str)]

@@ -22,7 +22,7 @@ from kvern.server.stores.database import storage_errors
 from kvern.server.stores.files import Object
 
 MOST_FILE_BYTES = 512 << 20
-PURPOSES = ("batch", "user_data")
+PURPOSES = ("batch", "user_data", "vision")
 OUTPUT = "batch_output"
 """The purpose of files that batches write."""
 PART_BYTES = 1 << 20

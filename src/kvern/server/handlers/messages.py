@@ -97,9 +97,10 @@ class MessagesApi:
         body = await read_object(request)
         engine = self._service.engine_of(self._service.model(body))
         chat = read_conversation(body, self._service.config.strip_billing_header)
-        with engine.admission.enter(request.state.key):
-            definitions = list(chat.use.definitions) or None
-            prompt = await engine.client.inputs.chat_prompt(chat.messages, definitions, chat.options.variables)
+        key, definitions = request.state.key, list(chat.use.definitions) or None
+        with engine.admission.enter(key):
+            async with self._service.seen(engine, chat.messages, key) as messages:
+                prompt = await engine.client.inputs.chat_prompt(messages, definitions, chat.options.variables)
         return json_response({"input_tokens": len(prompt)})
 
 

@@ -43,6 +43,7 @@ from kvern.server.stores.response_memory import (
     events_of,
 )
 from kvern.server.stores.responses import CUT_OFF
+from kvern.text.content import restored
 from kvern.tools.chat import ChatRequest
 
 MOST_RESPONSES = 1000
@@ -276,7 +277,10 @@ def messages_of(found: Record | Packed) -> Messages:
         message = f"response {found.id} is {response['status']}: {what}"
         raise HttpError(400, message, param="previous_response_id")
     parts = (msgspec.json.decode(found.items), response["output"])
-    return [*msgspec.json.decode(found.before), *(message for part in parts for message in input_messages(part))]
+    return [
+        *restored(msgspec.json.decode(found.before)),
+        *(message for part in parts for message in input_messages(part)),
+    ]
 
 
 def read_conversation_id(body: Mapping[str, Any]) -> str | None:

@@ -46,14 +46,16 @@ class Tokens:
         )
         with engine.admission.enter(request.state.key):
             if "messages" in body:
-                token_ids = await inputs.chat_prompt(
-                    plain_messages(body["messages"]),
-                    list(tools) or None,
-                    variables,
-                    add_generation_prompt=typed(body, "add_generation_prompt", bool, not continued),
-                    continue_final_message=continued,
-                    add_special_tokens=typed(body, "add_special_tokens", bool, False),
-                )
+                asked = plain_messages(body["messages"])
+                async with self._service.seen(engine, asked, request.state.key) as messages:
+                    token_ids = await inputs.chat_prompt(
+                        messages,
+                        list(tools) or None,
+                        variables,
+                        add_generation_prompt=typed(body, "add_generation_prompt", bool, not continued),
+                        continue_final_message=continued,
+                        add_special_tokens=typed(body, "add_special_tokens", bool, False),
+                    )
             else:
                 text, special = _text(body)
                 token_ids = await inputs.encode(text, special)

@@ -1,0 +1,161 @@
+"""Images that conversations name by an address or by a file of the server, and the memory that images take."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from kvern.api.errors import HttpError
+from kvern.errors import InvalidRequest, shown
+from kvern.images.limits import LARGEST_FILE, MOST_IMAGES
+from kvern.images.parts import ADDRESS, detail_of, file_id_of, held_by
+from kvern.plugins import imported
+from kvern.server.bodies import Lane
+from kvern.server.config import LARGEST_IMAGES, ServerConfig
+from kvern.server.keys import ApiKey, KeyRing
+from kvern.text.content import MediaPart
+
+if TYPE_CHECKING:
+    from kvern.images.addresses import Fetcher
+    from kvern.server.stores.files import Store
+
+FETCHED_BYTES = 4 * LARGEST_IMAGES
+"""The limit of images that are being fetched or put into prompts at the same time; other requests wait."""
+Messages = list[dict[str, Any]]
+
+
+class ImageMemory:
+    """The bytes of images of all requests that have not ended, as they were sent.
+
+    A key may have its share, or one request of `LARGEST_IMAGES` bytes.
+    """
+
+    def __init__(self, most: int, keys: KeyRing) -> None:
+        self._most = most
+        self._keys = keys
+        self._taken: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def held(self, key: ApiKey, size: int, refuse: Callable[[str], HttpError]) -> Iterator[None]:
+        """Counts a request's images until the block ends. Raises HttpError, or that of `refuse`."""
+        if size > LARGEST_IMAGES:
+            message = f"the images have {size} bytes: one request may have {LARGEST_IMAGES}; make them smaller"
+            raise HttpError(400, message)
+        share = max(LARGEST_IMAGES, self._most // max(len(self._keys.users), 1))
+        if size and (self._taken[key.line] + size > share or self._taken.total() + size > self._most):
+            raise refuse("the images of requests that wait or run fill the memory for them")
+        self._taken[key.line] += size
+        try:
+            yield
+        finally:
+            self._taken[key.line] -= size
+            if not self._taken[key.line]:
+                del self._taken[key.line]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """An image that is named by an address or by the id of a file: a part of a message."""
+
+    message: int
+    part: int
+    sent: Mapping[str, Any]
+    address: str | None
+    file_id: object
+
+    @property
+    def place(self) -> str:
+        """The part's name in error messages."""
+        return f"messages[{self.message}].content[{self.part}]"
+
+
+class Media:
+    """Reads the images that conversations name. `store` gives the server's files, once the server has any."""
+
+    def __init__(self, config: ServerConfig, keys: KeyRing) -> None:
+        self.memory = ImageMemory(config.image_memory, keys)
+        self.store: Callable[[], Store] | None = None
+        self._lane = Lane(len(keys.users), FETCHED_BYTES, LARGEST_IMAGES)
+        hosts = config.allowed_media_domains  # what reads them is imported now: later it would hold up the event loop
+        self._fetcher: Fetcher | None = imported("kvern.images.addresses:Fetcher")(hosts) if hosts else None
+
+    @contextlib.asynccontextmanager
+    async def read(self, messages: Messages, key: ApiKey) -> AsyncIterator[Messages]:
+        """Yields messages whose images are all there. Raises HttpError or InvalidRequest."""
+        named = [one for one in _named(messages) if one.file_id is not None or self._fetcher is not None]
+        if not named:
+            yield messages
+            return
+        if len(named) > MOST_IMAGES:
+            raise InvalidRequest(f"the conversation has {len(named)} images: at most {MOST_IMAGES} are read")
+        details = [detail_of(one.sent, one.place) for one in named]
+        left = min(LARGEST_IMAGES, len(named) * LARGEST_FILE)
+
+        def take(size: int) -> None:
+            nonlocal left
+            left -= size
+            if left < 0:
+                raise InvalidRequest(f"the images have more than {LARGEST_IMAGES} bytes: make them smaller")
+
+        async with self._lane.room(key.name, left):
+            tasks = [asyncio.create_task(self._content(one, key, take)) for one in named]
+            try:
+                contents = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            messages = [_copied(message) for message in messages]
+            for one, data, detail in zip(named, contents, details, strict=True):
+                parts = messages[one.message]["content"]
+                parts[one.part] = replace(parts[one.part], sent={"type": "image", "image": data, "detail": detail})
+            yield messages
+
+    async def _content(self, named: _Named, key: ApiKey, take: Callable[[int], None]) -> bytes:
+        if named.file_id is not None:
+            return await self._file(named, key, take)
+        assert self._fetcher is not None and named.address is not None
+        try:
+            return await self._fetcher.fetch(named.address, take)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{named.place}: {error}") from None
+
+    async def _file(self, named: _Named, key: ApiKey, take: Callable[[int], None]) -> bytes:
+        """The content of a file that the key has uploaded."""
+        missing = f"{named.place}: there is no file {shown(named.file_id)} of this key: upload it to /v1/files"
+        if not isinstance(named.file_id, str) or self.store is None:
+            raise HttpError(400, missing, code="file_not_found")
+        store = self.store()
+        try:
+            file = await store.load("file", key.name, named.file_id)
+            if file["bytes"] > LARGEST_FILE:
+                raise InvalidRequest(
+                    f"{named.place}: the file has {file['bytes']} bytes: at most {LARGEST_FILE} are read as an image"
+                )
+            take(file["bytes"])
+            return await asyncio.to_thread(store.path(file["id"]).read_bytes)
+        except FileNotFoundError:
+            raise HttpError(400, missing, code="file_not_found") from None
+        except HttpError as error:
+            raise HttpError(400, missing, code="file_not_found") if error.status == 404 else error from None
+
+
+def _named(messages: Sequence[Mapping[str, Any]]) -> Iterator[_Named]:
+    """Yields the images of a conversation that are not in it."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, MediaPart) and part.kind == "image" and isinstance(part.sent, Mapping):
+                held, file_id = held_by(part.sent), file_id_of(part.sent)
+                address = held if isinstance(held, str) and ADDRESS.match(held) else None
+                if address is not None or (held is None and file_id is not None):
+                    yield _Named(number, place, part.sent, address, None if address else file_id)
+
+
+def _copied(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts can be changed."""
+    content = message.get("content")
+    return {**message, "content": list(content)} if isinstance(content, list) else message
