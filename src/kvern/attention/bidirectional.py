@@ -11,6 +11,8 @@ from kvern.attention.compiled import CompiledAttend, CompiledAttention
 from kvern.attention.memory import CacheOptions
 from kvern.cpu.attention import Step
 from kvern.device.text_batch import TextBatch
+from kvern.layers.build import Build
+from kvern.layers.step_context import Attend
 from kvern.spec.mixers import AttentionSpec
 
 LOCAL_QUERIES = 256
@@ -74,3 +76,10 @@ class CompiledTexts:
         requests = torch.tensor([list(range(len(lengths))), [0] * len(lengths), list(lengths)])
         slots = [torch.arange(first * BLOCK, first * BLOCK + n) for first, n in zip(firsts, lengths, strict=True)]
         return self._attention.attend((Step(table, requests), torch.cat(slots)))
+
+
+def attend_once(layers: Sequence[AttentionSpec], build: Build, batch: TextBatch) -> Attend:
+    """An `Attend` of the layers of a build for one batch, with memory of its own if kernels attend."""
+    if "cpu_attention" not in build.kernels:
+        return TorchAttend(layers, batch)
+    return CompiledTexts(layers, build.dtype, sum(batch.lengths), len(batch.lengths)).attend(batch)

@@ -14,14 +14,14 @@ from kvern.layers.block import Places, SequentialLayer
 from kvern.layers.build import Build
 from kvern.layers.embedding import Table
 from kvern.layers.linear import column
-from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear_format import linear_methods
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
-from kvern.layers.rope import Rotation
+from kvern.layers.rope import Rotation, rows_of_table
 from kvern.layers.step_context import Attend, StepContext
 from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
-from kvern.models.loader import check_fits, filled_model
+from kvern.models.loader import LoadOptions, check_fits, filled_model, parse_dtype
 from kvern.models.projectors import projector
 from kvern.models.weighted import WeightedModel
 from kvern.spec.model import ModelSpec
@@ -55,6 +55,7 @@ class PatchRope(Module):
         self._of_rows, self._of_columns = halves
         self._in_pairs = spec.order == "pairs"
         self._dtype = build.dtype
+        self._is_whole = "cpu_layers" in build.kernels
 
     def forward(self, grids: Sequence[Grid], order: Tensor | None) -> Rotation:
         """The rotation of all patches, row by row or in another order."""
@@ -62,7 +63,9 @@ class PatchRope(Module):
         angles = angles if order is None else angles[order]
         cosine, sine = angles.cos(), angles.sin()
         whole = torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
-        return Rotation(*(part.unsqueeze(1).to(self._dtype) for part in whole))
+        table = torch.stack(whole, 1).unsqueeze(2).to(self._dtype)
+        rotation = Rotation(table, torch.arange(len(table), device=table.device))
+        return rotation if self._is_whole else rows_of_table(rotation)
 
     def _angles(self, grid: Grid) -> Tensor:
         device = self._of_rows.device
@@ -173,19 +176,23 @@ def _in_rows(states: Tensor, order: Tensor | None) -> Tensor:
 
 def check_weights(folder: Path, spec: VisionSpec) -> None:
     """Raises CorruptCheckpoint if the files of a folder lack weights of the encoder, by their headers."""
-    check_fits(VisionTower(spec, _build(torch.float32, torch.device("meta"))), folder, read_headers(folder))
+    check_fits(VisionTower(spec, _build(torch.float32, LoadOptions(device="meta"))), folder, read_headers(folder))
 
 
-def load_vision(
-    folder: Path, spec: VisionSpec, dtype: torch.dtype, device: torch.device, *, dummy: bool = False
-) -> VisionTower:
-    """Builds the encoder of images and loads its weights. Raises CorruptCheckpoint."""
+def load_vision(folder: Path, spec: VisionSpec, options: LoadOptions) -> VisionTower:
+    """Builds the encoder of images and loads its weights, which a checkpoint does not quantize.
+
+    Raises CorruptCheckpoint.
+    """
 
     def make(tower: ModelSpec, build: Build) -> VisionTower:
         return VisionTower(replace(spec, tower=tower), build)
 
-    return filled_model(make, spec.tower, _build(dtype, device), folder, None if dummy else read_headers(folder))
+    stored = None if options.load_format == "dummy" else read_headers(folder)
+    build = _build(parse_dtype(options.dtype), options)
+    return filled_model(make, spec.tower, build, folder, stored)
 
 
-def _build(dtype: torch.dtype, device: torch.device) -> Build:
-    return Build(dtype, device, 1, linear=LinearMethods(Unquantized()))
+def _build(dtype: torch.dtype, options: LoadOptions) -> Build:
+    linear = linear_methods({}, Unquantized(), options.quantization)
+    return Build(dtype, torch.device(options.device), 1, options.kernels, options.deterministic, linear=linear)

@@ -11,11 +11,12 @@ import numpy.typing
 import torch
 from torch import Tensor
 
-from kvern.attention.bidirectional import TorchAttend
+from kvern.attention.bidirectional import attend_once
 from kvern.device.text_batch import TextBatch
 from kvern.images.file import read_file
 from kvern.images.settings import ImageSettings
 from kvern.images.views import Grid
+from kvern.layers.step_context import Attend
 from kvern.models.vision import VisionTower
 from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
@@ -181,9 +182,9 @@ def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]
     return numpy.concatenate(found)
 
 
-def _attend(tower: VisionTower, lengths: Sequence[int]) -> TorchAttend:
+def _attend(tower: VisionTower, lengths: Sequence[int]) -> Attend:
     """An `Attend` of a tower for runs of patches."""
-    return TorchAttend(tower.spec.attentions, _line(lengths, tower.build.device))
+    return attend_once(tower.spec.attentions, tower.build, _line(lengths, tower.build.device))
 
 
 def _line(lengths: Sequence[int], device: torch.device) -> TextBatch:

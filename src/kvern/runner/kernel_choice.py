@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from itertools import chain
 
 import torch
 
@@ -20,13 +21,14 @@ CPU_DTYPES = (torch.float32, torch.bfloat16)
 """The dtypes of models that kernels of a CPU compute."""
 
 
-def settle_threads(config: EngineConfig, plan: Plan, model: WeightedModel) -> None:
+def settle_threads(config: EngineConfig, plan: Plan, *models: WeightedModel) -> None:
     """Let PyTorch have one thread where kernels do all that takes long: its threads would spin on their cores.
 
     Raises ConfigError if steps must be deterministic, and PyTorch multiplies or attends.
     """
     missing = sorted(CPU_KERNELS - plan.kernels)
-    plain = {item.name for item in model.modules() if isinstance(item, LinearMethod) and not item.compiled}
+    parts = chain.from_iterable(model.modules() for model in models)
+    plain = {item.name for item in parts if isinstance(item, LinearMethod) and not item.compiled}
     if not missing and not plain:
         torch.set_num_threads(1)
     elif config.deterministic:

@@ -55,6 +55,7 @@ from kvern.spec.model import ModelSpec
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.adapters.peft import Target
+    from kvern.models.vision import VisionTower
     from kvern.ranks.expert_placement import Placement
     from kvern.runner.cached_model import EmbeddingSource
     from kvern.runner.processor_rows import ProcessorRows
@@ -188,9 +189,10 @@ class Worker:
         if model is None:
             decoder = model = self._load_decoder(self._folder, plan, backend, config.quantization, self._ranks)
             backend.prepare(decoder)
-            if device.type == "cpu" and not plan.on_device:
-                settle_threads(config, plan, decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
+        tower, images = self._load_images(plan)
+        if isinstance(model, Decoder) and device.type == "cpu" and not plan.on_device:
+            settle_threads(config, plan, model, *(() if tower is None else (tower,)))
         processors = self._make_processors(plan) if config.logits_processors else None
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._loaded = LoadedModel(
@@ -201,7 +203,7 @@ class Worker:
             self._store,
             draft=draft,
             ranks=self._ranks,
-            images=self._load_images(plan),
+            images=images,
         )
         if config.rebalance_seconds:
             self._ranks.of_experts.hand_once(device)
@@ -318,14 +320,15 @@ class Worker:
                 ),
             )
 
-    def _load_images(self, plan: Plan) -> "Callable[[int], EmbeddingSource] | None":
-        """What makes rows of images; None: the model has no encoder of them, or is not on a CPU."""
+    def _load_images(self, plan: Plan) -> "tuple[VisionTower | None, Callable[[int], EmbeddingSource] | None]":
+        """The encoder of images, and what makes rows of them; None: the model has no encoder, or is not on a CPU."""
         if self.device.type != "cpu":
-            return None
-        dummy = self._config.load_format == "dummy"
+            return None, None
+        config = self._config
+        dummy = config.load_format == "dummy"
         vision = usable_vision(self._folder, read_config(self._folder), dummy=dummy)
         if vision is None:
-            return None
+            return None, None
         from kvern.images.settings import settings_of
         from kvern.models.vision import load_vision
         from kvern.runner.image_rows import ImageRows
@@ -338,8 +341,16 @@ class Worker:
         settings, tower = settings_of(self._folder, vision), None
         if self._ranks.stage.is_first:
             with self._startup.stage("weights"):
-                tower = load_vision(self._folder, vision, getattr(torch, plan.dtype), self.device, dummy=dummy)
-        return partial(ImageRows, vision, settings, tower)
+                options = LoadOptions(
+                    plan.dtype,
+                    self.device,
+                    load_format=config.load_format,
+                    kernels=CPU_KERNELS if plan.kernels >= CPU_KERNELS else frozenset(),
+                    deterministic=config.deterministic,
+                    quantization=config.quantization,
+                )
+                tower = load_vision(self._folder, vision, options)
+        return tower, partial(ImageRows, vision, settings, tower)
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
         """The model as transformers computes it, which is found right; None: kvern does."""

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_ahead.h"
+#include "registers.h"
 #include "transpose.h"
 
 namespace kvern {
@@ -15,22 +16,21 @@ constexpr int TILE_VECTORS = TILE / LANES;
 // What fits into the registers: rows by vectors of sums; the fewest vectors, which make the values of a word.
 #if defined(__AVX512F__)
 constexpr int BLOCK_ROWS = 6, BLOCK_VECTORS = 4, PART_VECTORS = 2;
+#elif defined(__AVX__) || defined(__aarch64__)
+constexpr int BLOCK_ROWS = 6, BLOCK_VECTORS = 1, PART_VECTORS = 1;
 #else
-constexpr int BLOCK_ROWS = 4, BLOCK_VECTORS = 1, PART_VECTORS = 1;
+constexpr int BLOCK_ROWS = 2, BLOCK_VECTORS = 1, PART_VECTORS = 1;
 #endif
+constexpr int OPERANDS = LANES / WIDTH;  // of a vector, and as many sums
 constexpr int IN_PLACE_ROWS = 4;  // for which values are read where they lie; for more they are packed once
 
 struct FloatProduct {
     static constexpr int PER_WORD = 1, PER_VECTOR = LANES;
-    using Operand = Floats;
+    using Operand = Lanes;
 
-    static Operand operand(const uint32_t* from) { return load(reinterpret_cast<const float*>(from)); }
-    static Operand repeated(const uint32_t* from) {
-        float number;
-        std::memcpy(&number, from, sizeof number);
-        return splat(number);
-    }
-    static Floats add(Floats sum, Operand left, Operand right) { return sum + left * right; }
+    static Operand operand(const uint32_t* from) { return load_as<Lanes>(from); }
+    static Operand repeated(const uint32_t* from) { return load_as<float>(from) - Lanes{}; }
+    static Lanes add(Lanes sum, Operand left, Operand right) { return sum + left * right; }
 
     // The first `count` numbers of a vector, 0 behind them.
     template <class Number>
@@ -38,7 +38,7 @@ struct FloatProduct {
         return count > 0 ? (Words)load_some(from, count) : Words{};
     }
     // Operands of the values of a word's keys, [PER_WORD, PER_VECTOR], and sums with them in the order of the numbers.
-    static void pair_values(const Words* rows, Operand* pairs) { pairs[0] = (Floats)rows[0]; }
+    static void pair_values(const Words* rows, Operand* pairs) { std::memcpy(pairs, rows, sizeof *rows); }
     static void put_in_order(Floats*) {}
     static void store_weights(uint32_t* to, const Floats* weights) {
         std::memcpy(to, weights, TILE_VECTORS * sizeof *weights);
@@ -116,10 +116,11 @@ struct Packed {
     const uint32_t* words;
     int64_t stride;
 
-    template <int VECTORS>
-    void operands(int64_t word, int64_t first, typename Product::Operand (&across)[VECTORS]) const {
-        for (int column = 0; column < VECTORS; ++column) {
-            across[column] = Product::operand(words + word * stride + first + column * LANES);
+    template <int COUNT>
+    void operands(int64_t word, int64_t first, typename Product::Operand (&across)[COUNT]) const {
+#pragma GCC unroll 16
+        for (int index = 0; index < COUNT; ++index) {
+            across[index] = Product::operand(words + word * stride + first + index * WIDTH);
         }
     }
 };
@@ -132,15 +133,16 @@ struct InPlace {
     int64_t offset, size;
     Ahead& ahead;
 
-    template <int VECTORS>
-    void operands(int64_t word, int64_t first, typename Product::Operand (&across)[VECTORS]) const {
+    template <int COUNT>
+    void operands(int64_t word, int64_t first, typename Product::Operand (&across)[COUNT]) const {
+        constexpr int VECTORS = COUNT / OPERANDS;
         for (int column = 0; column < VECTORS; column += Product::PER_WORD) {
             const int64_t number = first + column * LANES;
             Words rows[Product::PER_WORD];
             for (int row = 0; row < Product::PER_WORD; ++row) {
                 rows[row] = Product::vector(values[word * Product::PER_WORD + row] + offset + number, size - number);
             }
-            Product::pair_values(rows, across + column);
+            Product::pair_values(rows, across + column * OPERANDS);
         }
         ahead.read(VECTORS * LANES * Product::PER_WORD * sizeof(Number));
     }
@@ -160,26 +162,33 @@ void with_rows(int rows, const Body& body) {
 template <class Product, int ROWS, int VECTORS, class Right>
 void multiply_block(const uint32_t* left, int64_t left_stride, const Right& right, int64_t first, float* sums,
                     int64_t sums_stride, int64_t depth, const float* decay) {
-    Floats sum[ROWS][VECTORS];
+    constexpr int COUNT = VECTORS * OPERANDS;
+    Lanes sum[ROWS][COUNT];
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
-        for (int column = 0; column < VECTORS; ++column) {
-            const float* old = sums + row * sums_stride + first + column * LANES;
-            sum[row][column] = decay == nullptr ? Floats{} : load(old) * splat(decay[row]);
+#pragma GCC unroll 16
+        for (int index = 0; index < COUNT; ++index) {
+            const float* old = sums + row * sums_stride + first + index * WIDTH;
+            sum[row][index] = decay == nullptr ? Lanes{} : load_as<Lanes>(old) * decay[row];
         }
     }
     for (int64_t word = 0; word < depth; ++word) {
-        typename Product::Operand across[VECTORS];
+        typename Product::Operand across[COUNT];
         right.operands(word, first, across);
+#pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row) {
             const typename Product::Operand own = Product::repeated(left + row * left_stride + word);
-            for (int column = 0; column < VECTORS; ++column) {
-                sum[row][column] = Product::add(sum[row][column], own, across[column]);
+#pragma GCC unroll 16
+            for (int index = 0; index < COUNT; ++index) {
+                sum[row][index] = Product::add(sum[row][index], own, across[index]);
             }
         }
     }
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
-        for (int column = 0; column < VECTORS; ++column) {
-            store(sums + row * sums_stride + first + column * LANES, sum[row][column]);
+#pragma GCC unroll 16
+        for (int index = 0; index < COUNT; ++index) {
+            std::memcpy(sums + row * sums_stride + first + index * WIDTH, &sum[row][index], REGISTER);
         }
     }
 }

@@ -153,7 +153,7 @@ private:
         const InPlace<Product, Number> values{values_of_, offset, layer_.value_dim, ahead_};
         for (int word = 0; word * Product::PER_WORD < count; ++word) {
             for (int64_t number = 0; number < layer_.value_dim; number += Product::PER_VECTOR) {
-                typename Product::Operand pairs[Product::PER_WORD];
+                typename Product::Operand pairs[Product::PER_WORD * OPERANDS];
                 values.operands(word, number, pairs);
                 std::memcpy(values_ + word * shape_.width + number, pairs, sizeof pairs);
             }

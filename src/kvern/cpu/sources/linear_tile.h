@@ -7,33 +7,19 @@
 #include <utility>
 
 #include "linear_layout.h"
+#include "registers.h"
 
 namespace kvern {
 namespace {  // another library in the process, of another processor's instructions, has its own
 
-#if defined(__AVX512F__)
-constexpr int REGISTER = 64, SUMS = 24;
-#elif defined(__AVX__)
-constexpr int REGISTER = 32, SUMS = 12;
-#elif defined(__aarch64__)
-constexpr int REGISTER = 16, SUMS = 24;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int SUMS = 24;
 #else
-constexpr int REGISTER = 16, SUMS = 12;
+constexpr int SUMS = 12;
 #endif
 // SUMS: registers that hold sums; what remains is for weights and inputs.
 
-using Lanes = float __attribute__((vector_size(REGISTER)));
-using LaneBits = int32_t __attribute__((vector_size(REGISTER)));
-
-constexpr int WIDTH = REGISTER / sizeof(float);
 constexpr int TILE = 6;  // rows whose sums are in registers at a time
-
-template <class To, class Number>
-To load_as(const Number* from) {
-    To numbers;
-    std::memcpy(&numbers, from, sizeof numbers);
-    return numbers;
-}
 
 // How the inputs of a step are multiplied: in PARTS, one after another. Rows hold `Input`s.
 struct Float32Steps {

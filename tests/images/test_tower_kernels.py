@@ -1,0 +1,77 @@
+"""The encoder of images by kernels for CPUs and by PyTorch: the same rows, and quantized ones near them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvern.attention.bidirectional import TorchAttend
+from kvern.attention.compiled import CompiledAttend
+from kvern.images.views import Grid
+from kvern.layers.linear_method import LinearMethod
+from kvern.models.image_models import vision_of
+from kvern.models.loader import LoadOptions, read_config
+from kvern.models.vision import VisionTower, load_vision
+from kvern.runner.image_rows import _attend
+from kvern.runner.plan import CPU_KERNELS
+from tests.support.cache_folder import load_kernels
+from tests.support.vision_models import FAMILIES, make_vision_model
+
+GRIDS = [Grid(6, 4), Grid(2, 10), Grid(12, 14)]
+"""Images of one line of patches: of 24, 20 and 168, which is more than a tile of keys."""
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    load_kernels("cpu_linear", 1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VisionTower]:
+    folder = make_vision_model(request.param, tmp_path_factory.mktemp("vision") / request.param)
+    return lambda dtype, **options: _loaded(folder, dtype, **options)
+
+
+def _loaded(folder: Path, dtype: str, **options: Any) -> VisionTower:
+    spec = vision_of(read_config(folder))
+    assert spec is not None
+    return load_vision(folder, spec, LoadOptions(dtype, **options))
+
+
+def rows(tower: VisionTower, lengths: list[int] | None = None) -> Tensor:
+    """The rows of the pictures of all GRIDS, on a line that is divided into `lengths`; None: into the pictures."""
+    vision, cells = tower.vision, [grid.cells for grid in GRIDS]
+    pixels = torch.randn(sum(cells), 3 * vision.patch**2, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        found: Tensor = tower(pixels, GRIDS, lambda runs: _attend(tower, lengths or runs))
+        return found.float()
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_kernels_compute_what_pytorch_does(tower: Callable[..., VisionTower]) -> None:
+    plain, compiled = tower("float32"), tower("float32", kernels=CPU_KERNELS)
+    assert all(item.compiled for item in compiled.modules() if isinstance(item, LinearMethod))
+    assert not any(item.compiled for item in plain.layers.modules() if isinstance(item, LinearMethod))
+    assert isinstance(_attend(compiled, [24]), CompiledAttend) and isinstance(_attend(plain, [24]), TorchAttend)
+    expected = rows(plain)
+    assert distance(rows(compiled), expected) < 1e-5
+    assert distance(rows(compiled, [24 + 20, 168]), expected) > 1e-3, "patches that see another picture's"
+
+
+def test_bfloat16_is_as_near_as_in_pytorch(tower: Callable[..., VisionTower]) -> None:
+    exact = rows(tower("float32"))
+    plain, compiled = (distance(rows(tower("bfloat16", **given)), exact) for given in ({}, {"kernels": CPU_KERNELS}))
+    assert 0 < compiled < 1.5 * plain + 1e-3
+
+
+@pytest.mark.parametrize("kernels", [frozenset(), CPU_KERNELS], ids=["PyTorch", "kernels"])
+def test_int8_quantizes_the_encoder_too(tower: Callable[..., VisionTower], kernels: frozenset[str]) -> None:
+    quantized = tower("float32", kernels=kernels, quantization="int8")
+    assert {item.name for item in quantized.layers.modules() if isinstance(item, LinearMethod)} == {"int8 by row, W8A8"}
+    assert 0 < distance(rows(quantized), rows(tower("float32"))) < 0.1
