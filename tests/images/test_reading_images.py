@@ -125,6 +125,15 @@ def test_answers_are_those_of_transformers(
     check(kind, folder, output, images)
 
 
+def test_answers_about_images_are_captured_steps(kind: str, folder: Path) -> None:
+    with engine(folder) as llm:
+        llm.chat(talk("what", picture(100, 60)), PARAMS)
+        captured = runner_of(llm)._captured
+        if captured is None:
+            pytest.skip("no decodes are captured: layers keep states, or there are no kernels")
+        assert 1 in captured._sizes
+
+
 def test_chunks_end_anywhere_within_an_image(kind: str, folder: Path) -> None:
     parts = ("what", picture(100, 60), "is", picture(60, 140), "this")
     images = [part for part in parts if not isinstance(part, str)]

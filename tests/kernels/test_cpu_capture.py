@@ -128,9 +128,11 @@ def test_decodes_are_read_from_the_batch() -> None:
     tokens = torch.randint(0, 1000, (9, 64), dtype=torch.int32, generator=generator)[:, :50]
     table = torch.randint(0, 500, (9, 16), dtype=torch.int32, generator=generator)[:, :7]
     slots, positions = torch.tensor([[3, 8, 0], [49, 0, 16]])
-    found = read_decodes(torch.stack((slots, positions, positions)), tokens, table, 8)
+    turns = torch.tensor([0] * 8 + [1]), torch.tensor([-5] * 9)
+    found = read_decodes(torch.stack((slots, positions, positions)), tokens, table, turns, 8)
+    turned = torch.tensor([44, 0, 11])
     blocks = table[slots, positions // 8].long()
-    expected = tokens[slots, positions].long(), positions, blocks * 8 + positions % 8, positions + 1
+    expected = tokens[slots, positions].long(), turned, blocks * 8 + positions % 8, positions + 1
     assert all(torch.equal(item, other) for item, other in zip(found, expected, strict=True))
 
 

@@ -267,8 +267,9 @@ def check_sampling(generator: torch.Generator) -> None:
     sampler.write(slots, positions, slots + 20)
     assert sampler.tokens[:, 3].tolist() == [20, 21, 22], "the tokens stand elsewhere"
     blocks = torch.tensor([[5, 9], [6, 4], [7, 8]], dtype=torch.int32)
-    inputs = read_decodes(torch.tensor([[2, 0], [3, 1]]), sampler.tokens, blocks, 2)
-    wanted = [[22, 2], [3, 1], [17, 11], [4, 2]]
+    turns = torch.tensor([0, 0, 3]), torch.tensor([0, 0, -2])
+    inputs = read_decodes(torch.tensor([[2, 0], [3, 1]]), sampler.tokens, blocks, turns, 2)
+    wanted = [[22, 2], [1, 1], [17, 11], [4, 2]]
     assert [item.tolist() for item in inputs] == wanted, "other tokens or places are read"
 
 

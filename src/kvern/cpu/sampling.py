@@ -14,7 +14,7 @@ from kvern.cpu.library import CODE, DTYPES, INTEGER, POINTER, function
 
 _sample = function("kvern_sample", *(POINTER,) * 5, INTEGER, INTEGER, CODE)
 _write = function("kvern_write_tokens", POINTER, INTEGER, *(POINTER,) * 3, INTEGER)
-_read = function("kvern_read_decodes", POINTER, POINTER, INTEGER, POINTER, INTEGER, INTEGER, *(POINTER,) * 4, INTEGER)
+_read = function("kvern_read_decodes", POINTER, POINTER, INTEGER, POINTER, INTEGER, INTEGER, *(POINTER,) * 6, INTEGER)
 _constrain = function("kvern_constrain", *(POINTER,) * 5, INTEGER, INTEGER, INTEGER)
 _restrict = function("kvern_restrict", *(POINTER,) * 3, INTEGER, INTEGER, INTEGER, CODE)
 _logprobs = function("kvern_logprobs", *(POINTER,) * 6, INTEGER, INTEGER, INTEGER, CODE)
@@ -88,13 +88,18 @@ class DecodeInputs(NamedTuple):
     following: Tensor
 
 
-def read_decodes(requests: Tensor, tokens: Tensor, block_table: Tensor, block_size: int) -> DecodeInputs:
-    """Slots and positions of requests, [2 or more, R] int64. The tables [slots, ...] int32 may have gaps."""
+def read_decodes(
+    requests: Tensor, tokens: Tensor, block_table: Tensor, turns: tuple[Tensor, Tensor], block_size: int
+) -> DecodeInputs:
+    """Slots and positions of requests, [2 or more, R] int64. The tables [slots, ...] int32 may have gaps.
+
+    `turns`: those of the rows, [slots] int64 each.
+    """
     count = requests.shape[1]
     inputs = DecodeInputs(*(torch.empty(count, dtype=torch.int64) for _ in DecodeInputs._fields))
     _read(
         requests.data_ptr(), tokens.data_ptr(), tokens.stride(0), block_table.data_ptr(), block_table.stride(0),
-        block_size, *(item.data_ptr() for item in inputs), count,
+        block_size, *(item.data_ptr() for item in (*turns, *inputs)), count,
     )  # fmt: skip
     return inputs
 

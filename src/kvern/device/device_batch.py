@@ -89,7 +89,7 @@ class DeviceRows(ListedRows):
 
     def read(self, runs: DeviceRuns, total: int, longest: int, block_size: int) -> DeviceTokens:
         """The `total` tokens of `runs`, each of which has `longest` tokens at most."""
-        return DeviceTokens(*read_tokens(self.tokens, self.block_table, *runs, total, longest, block_size))
+        return DeviceTokens(*read_tokens(self.tokens, self.block_table, self.turns, *runs, total, longest, block_size))
 
     def windows(self, runs: DeviceRuns, total: int, longest: int, block_size: int) -> list[TableSlots]:
         """Block tables of layers with a window, each with the slot mapping of a step; arguments as for `read`."""
@@ -187,6 +187,11 @@ class DeviceBatch(InputBatch):
     uncertain: bool = False
     """Some of `starts` are bounds: where these requests begin, only the device knows."""
 
+    def places(self) -> torch.Tensor:
+        device = self.positions.device
+        request = upload([place for place, count in enumerate(self.counts) for _ in range(count)], torch.int64, device)
+        return (self.device_starts - self.query_start_loc)[request] + torch.arange(len(request), device=device)
+
     def queries(self, first: int, last: int) -> Queries:
         """The queries of the requests from `first` to before `last`, which begin or end the batch, or both."""
         requests = slice(first, last)
@@ -259,7 +264,7 @@ def decodes_on_device(
     """
     requests, zeros, ones = indices
     size = slots.shape[0]
-    *read, next_positions = read_decodes(rows.tokens, rows.block_table, slots, starts, block_size)
+    *read, next_positions = read_decodes(rows.tokens, rows.block_table, rows.turns, slots, starts, block_size)
     runs = DeviceRuns(slots, starts, requests, ones)
     return captured_batch(
         rows,

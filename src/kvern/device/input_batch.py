@@ -25,7 +25,7 @@ class InputBatch:
     """T tokens of R requests, request after request. Lists are on the host, tensors on the device.
 
     slots, starts, counts   R row, first position and number of tokens of each request
-    positions               [T] int64
+    positions               [T] int64   by which rotary embeddings turn: `places` in the texts, but behind images
     token_ids               [T] int64
     slot_mapping             [T] int64   where key and value go: block * block_size + offset
     block_table             [slots, max_blocks] int32   of all rows, indexed by slot
@@ -61,6 +61,11 @@ class InputBatch:
                 found[token + first - start : token + end - start] = end
             token += count
         return found
+
+    def places(self) -> torch.Tensor:
+        """The position of each token in its text, [T] int64."""
+        found = _places(self.starts, self.counts)
+        return torch.from_numpy(found).to(self.positions.device)
 
 
 @dataclass(frozen=True)
@@ -99,11 +104,10 @@ def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], blo
     starts = [item.start for item in scheduled]
     counts = [item.count for item in scheduled]
     if max(counts) == 1:
-        row, positions = np.array(slots), np.array(starts)
+        row, places = np.array(slots), np.array(starts)
     else:
-        row = np.repeat(slots, counts)
-        positions = np.arange(len(row)) + np.repeat(starts - np.cumsum([0, *counts[:-1]]), counts)
-    columns, offsets = np.divmod(positions, block_size)
+        row, places = np.repeat(slots, counts), _places(starts, counts)
+    columns, offsets = np.divmod(places, block_size)
     sampled = sampled_tokens(scheduled)
     device = rows.device
     within = torch.from_numpy(offsets).to(device)
@@ -115,8 +119,8 @@ def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], blo
         slots=slots,
         starts=starts,
         counts=counts,
-        positions=torch.from_numpy(positions).to(device),
-        token_ids=_entries(rows.tokens, row, positions),
+        positions=_turned(rows, row, torch.from_numpy(places).to(device)),
+        token_ids=_entries(rows.tokens, row, places),
         slot_mapping=slot_mapping(rows.block_table),
         block_table=rows.block_table,
         sample_slots=sampled.slots,
@@ -125,6 +129,21 @@ def build_input_batch(rows: BatchRows, scheduled: Sequence[ScheduledTokens], blo
         windows=[(table, slot_mapping(table)) for table in rows.window_tables],
         spans=spans_of(scheduled),
     )
+
+
+def _places(starts: Sequence[int], counts: Sequence[int]) -> IntegerArray:
+    """The positions of the tokens of requests, one request after the other."""
+    firsts = np.cumsum([0, *counts[:-1]])
+    found: IntegerArray = np.arange(sum(counts)) + np.repeat(np.array(starts) - firsts, counts)
+    return found
+
+
+def _turned(rows: BatchRows, row: IntegerArray, places: torch.Tensor) -> torch.Tensor:
+    """The positions of tokens at `places` [T] of their rows, by which rotary embeddings turn."""
+    if not any(rows.request(slot).spec.prompt.turn[1] for slot in dict.fromkeys(row.tolist())):
+        return places
+    first, shift = (part[torch.from_numpy(row).to(rows.device)] for part in rows.turns)
+    return places + torch.where(places >= first, shift, 0)
 
 
 def _entries(table: torch.Tensor, rows: IntegerArray, columns: IntegerArray) -> torch.Tensor:

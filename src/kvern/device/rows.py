@@ -42,6 +42,7 @@ class BatchRows:
     prompt_lengths  [slots] int64
     lists        [slots] int64                      address of its biases and bans; 0: none, or they stay on the host
     logprobs     [slots] int64                      most probable tokens that are reported; -1: nothing is
+    turn_first, turn_shift  [slots] int64           `PromptInput.turn`
     num_computed_tokens  [slots] int32              of rows with drafts in flight, whose number the host does not know
     temperature, top_p, min_p, typical_p, repetition, presence, frequency   [slots] float32
     """
@@ -60,7 +61,7 @@ class BatchRows:
         self._windows, self._tables = windows, _zeros(tables * slots, max_blocks, torch.int32, device)
         self.block_table, *self.window_tables = self._tables.view(tables, slots, max_blocks).unbind(0)
         self.num_computed_tokens = torch.zeros(slots, dtype=torch.int32, device=device)
-        self._integers = _zeros(7, slots, torch.int64, device)
+        self._integers = _zeros(9, slots, torch.int64, device)
         self._numbers = _zeros(7, slots, torch.float32, device)
         (
             self.seeds,
@@ -70,6 +71,8 @@ class BatchRows:
             self.prompt_lengths,
             self.lists,
             self.logprobs,
+            self.turn_first,
+            self.turn_shift,
         ) = self._integers
         self.adapters.fill_(-1)
         self.logprobs.fill_(-1)
@@ -113,7 +116,7 @@ class BatchRows:
         """Let requests take their rows."""
         if not joined:
             return
-        integers: list[list[int]] = [[] for _ in range(7)]
+        integers: list[list[int]] = [[] for _ in range(9)]
         numbers: list[list[float]] = [[] for _ in range(7)]
         for request in joined:
             params = request.params
@@ -127,6 +130,7 @@ class BatchRows:
                 request.spec.prompt_length,
                 address,
                 -1 if params.logprobs is None else params.logprobs,
+                *request.spec.prompt.turn,
             )
             for column, integer in zip(integers, values_of_integers, strict=True):
                 column.append(integer)
@@ -142,7 +146,7 @@ class BatchRows:
             for row, value in zip(numbers, values, strict=True):
                 row.append(value)
         slots = upload([request.slot for request in joined], torch.int64, self.device)
-        self._integers.index_copy_(1, slots, upload(list(chain(*integers)), torch.int64, self.device).view(7, -1))
+        self._integers.index_copy_(1, slots, upload(list(chain(*integers)), torch.int64, self.device).view(9, -1))
         self._numbers.index_copy_(1, slots, upload(list(chain(*numbers)), torch.float32, self.device).view(7, -1))
         self._write(self.tokens, [(request.slot, 0, request.token_ids) for request in joined])
         self.grow([(request.slot, 0, request.block_ids) for request in joined])
@@ -209,6 +213,11 @@ class BatchRows:
             return
         for slot, first, values in runs:
             target[slot, first : first + len(values)] = torch.tensor(values, dtype=torch.int32)
+
+    @property
+    def turns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`turn_first` and `turn_shift`."""
+        return self.turn_first, self.turn_shift
 
     def request(self, slot: int) -> NewRequest:
         """The request in a row that is taken."""

@@ -115,10 +115,8 @@ def build_core(
     return core, spec, layout
 
 
-def facts_of(config: EngineConfig, spec: ModelSpec, layout: Layout, folder: Path) -> ModelFacts:
+def facts_of(config: EngineConfig, spec: ModelSpec, folder: Path) -> ModelFacts:
     """The facts of the model of an engine."""
-    if layout.device != "cpu":
-        return ModelFacts.of(spec)
     dummy = config.load_format == "dummy"
     return ModelFacts.of(spec, usable_vision(folder, read_config(folder), dummy=dummy) is not None)
 

@@ -61,7 +61,11 @@ class ImageReader:
         keys = {
             places[first]: file.digest + self.settings.digest for first, file in zip(firsts[:-1], files, strict=True)
         }
-        return msgspec.structs.replace(prompt, block_keys=tuple(sorted({**dict(prompt.block_keys), **keys}.items())))
+        turn = (0, 0)
+        if self.spec.axes:  # an image counts as many positions as its longer side
+            turn = places[-1] + 1, sum(max(grid) - grid.cells for grid in map(self.settings.tokens, files))
+        block_keys = tuple(sorted({**dict(prompt.block_keys), **keys}.items()))
+        return msgspec.structs.replace(prompt, block_keys=block_keys, turn=turn)
 
     def read(self, part: Mapping[str, Any], place: str) -> ImageFile:
         """Returns the image in a part of a message. Raises InvalidRequest."""

@@ -15,6 +15,8 @@ from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
 def _read_tokens_kernel(
     tokens: tl.tensor,
     block_table: tl.tensor,
+    turn_first: tl.tensor,
+    turn_shift: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
     firsts: tl.tensor,
@@ -35,14 +37,16 @@ def _read_tokens_kernel(
     target = tl.load(firsts + request) + offset
     token = tl.load(tokens + slot * token_stride + position, mask=inside, other=0)
     block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
+    shift = tl.where(position >= tl.load(turn_first + slot), tl.load(turn_shift + slot), 0)
     tl.store(token_ids + target, token.to(tl.int64), mask=inside)
-    tl.store(positions + target, position.to(tl.int64), mask=inside)
+    tl.store(positions + target, position.to(tl.int64) + shift, mask=inside)
     tl.store(slot_mapping + target, block * block_size + position % block_size, mask=inside)
 
 
 def read_tokens(
     tokens: torch.Tensor,
     block_table: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     starts: torch.Tensor,
     firsts: torch.Tensor,
@@ -53,15 +57,16 @@ def read_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, positions and slot mapping of a step, each [total] int64.
 
-    tokens [slots, positions] and block_table [slots, blocks] int32 are the batch; slots, starts, firsts and counts,
-    each [R] int32, say which row, from which position, to which index of the step, and how many tokens (`longest` at
-    most).
+    tokens [slots, positions] and block_table [slots, blocks] int32 and turns, [slots] int64 each, are the batch: from
+    the position turns[0] on positions are shifted by turns[1]. slots, starts, firsts and counts, each [R] int32, say
+    which row, from which position, to which index of the step, and how many tokens (`longest` at most).
     """
     token_ids, positions, slot_mapping = torch.empty(3, total, dtype=torch.int64, device=tokens.device)
     block = 1024
     _read_tokens_kernel[(slots.shape[0], cdiv(longest, block))](
         tokens,
         block_table,
+        *turns,
         slots,
         starts,
         firsts,
@@ -150,6 +155,8 @@ def read_slots(
 def _read_decodes_kernel(
     tokens: tl.tensor,
     block_table: tl.tensor,
+    turn_first: tl.tensor,
+    turn_shift: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
     token_ids: tl.tensor,
@@ -171,14 +178,21 @@ def _read_decodes_kernel(
     position = tl.load(starts + request, mask=inside, other=0)
     token = tl.load(tokens + slot * token_stride + position, mask=inside, other=0)
     block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
+    first = tl.load(turn_first + slot, mask=inside, other=0)
+    shift = tl.load(turn_shift + slot, mask=inside, other=0)
     tl.store(token_ids + request, token.to(tl.int64), mask=inside)
-    tl.store(positions + request, position.to(tl.int64), mask=inside)
+    tl.store(positions + request, position.to(tl.int64) + tl.where(position >= first, shift, 0), mask=inside)
     tl.store(slot_mapping + request, block * block_size + position % block_size, mask=inside)
     tl.store(next_positions + request, position.to(tl.int64) + 1, mask=inside)
 
 
 def read_decodes(
-    tokens: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, block_size: int
+    tokens: torch.Tensor,
+    block_table: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`read_tokens` for one token of each request, and the positions that are sampled; each [R] int64."""
     requests = slots.shape[0]
@@ -189,6 +203,7 @@ def read_decodes(
     _read_decodes_kernel[(cdiv(requests, 64),)](
         tokens,
         block_table,
+        *turns,
         slots,
         starts,
         token_ids,

@@ -20,6 +20,8 @@ def _read_drafts_kernel(
     tokens: tl.tensor,
     block_table: tl.tensor,
     computed: tl.tensor,
+    turn_first: tl.tensor,
+    turn_shift: tl.tensor,
     slots: tl.tensor,
     starts: tl.tensor,
     firsts: tl.tensor,
@@ -46,7 +48,8 @@ def _read_drafts_kernel(
     token = tl.load(tokens + slot * token_stride + position, mask=inside, other=0)
     block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
     tl.store(described + target, token.to(tl.int64), mask=inside)
-    tl.store(described + total + target, position.to(tl.int64), mask=inside)
+    shift = tl.where(position >= tl.load(turn_first + slot), tl.load(turn_shift + slot), 0)
+    tl.store(described + total + target, position.to(tl.int64) + shift, mask=inside)
     tl.store(described + 2 * total + target, block * block_size + position % block_size, mask=inside)
     tl.store(described + 3 * total + target, position.to(tl.int64) + 1, mask=inside)
     tl.store(token_slots + target, slot.to(tl.int32), mask=inside)
@@ -56,6 +59,7 @@ def read_drafts(
     tokens: torch.Tensor,
     block_table: torch.Tensor,
     computed: torch.Tensor,
+    turns: tuple[torch.Tensor, torch.Tensor],
     slots: torch.Tensor,
     starts: torch.Tensor,
     firsts: torch.Tensor,
@@ -79,6 +83,7 @@ def read_drafts(
         tokens,
         block_table,
         computed,
+        *turns,
         slots,
         starts,
         firsts,

@@ -107,6 +107,9 @@ class PromptInput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The position of the second of two texts that an encoder reads together; None for one text."""
     spans: Spans = ()
     """(first, end) of tokens that see each other, later ones too: one step computes all of them. Positions ascend."""
+    turn: tuple[int, int] = (0, 0)
+    """(first, shift): tokens from the position `first` on count as `shift` positions later for rotary embeddings. It is
+    what follows images whose tokens have positions by row and column, and the shift is at most 0."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

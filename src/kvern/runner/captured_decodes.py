@@ -166,7 +166,9 @@ class CapturedDecodes:
         steps, shape = [Step(table, requests) for table in tables], (requests.shape[1], decoder.spec.hidden_size)
 
         def read() -> tuple[Tensor, ...]:
-            inputs, *windows = (read_decodes(requests, rows.tokens, table, self._block_size) for table in tables)
+            inputs, *windows = (
+                read_decodes(requests, rows.tokens, table, rows.turns, self._block_size) for table in tables
+            )
             ids = inputs.token_ids
             hidden = decoder.embed_tokens(ids) if self._embeds else torch.empty(shape, dtype=decoder.build.dtype)
             return *_Inputs(hidden, *inputs), *(window.slot_mapping for window in windows)

@@ -18,6 +18,7 @@ from kvern.images.settings import ImageSettings
 from kvern.images.views import Grid
 from kvern.layers.step_context import Attend
 from kvern.models.vision import VisionTower
+from kvern.request.request import PromptInput
 from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
 from kvern.spec.vision import VisionSpec
@@ -35,18 +36,20 @@ class RequestImages:
     numbers    [T] of each token of the prompt the number of its row, -1: none
     files      the files, and `counts` how many rows each has
     positions  [T, 3] the axes of each token of the prompt; None: they are its place in the text
+    first      the place from which on all axes of a token are its place, shifted as the rows of the batch know
     """
 
     numbers: Numbers
     files: Sequence[bytes]
     counts: Sequence[int]
     positions: Numbers | None
+    first: int = 0
 
     def after(self, computed: int) -> "RequestImages | None":
         """What is left once so many tokens are computed: files only until the last token of an image is."""
         if (self.numbers[computed:] >= 0).any():
             return self
-        return None if self.positions is None else RequestImages(NOTHING, (), (), self.positions)
+        return None if self.positions is None else RequestImages(NOTHING, (), (), self.positions, self.first)
 
     def turned_by(self, start: int, count: int) -> Numbers:
         """The axes `[count, 3]` of tokens of prompt and answer; those of the answer go on from the prompt's last."""
@@ -77,7 +80,7 @@ class ImageRows:
         """Rows of the batch have new requests."""
         for request in joined:
             prompt = request.spec.prompt
-            images = self._images(prompt.token_ids, prompt.attachments) if prompt.attachments else None
+            images = self._images(prompt) if prompt.attachments else None
             computed = request.num_computed_tokens if self._tower is not None else len(prompt)
             self._requests[request.slot] = None if images is None else images.after(computed)
 
@@ -87,17 +90,18 @@ class ImageRows:
         for fork, images in zip(forked, found, strict=True):
             self._requests[fork.slot] = images
 
-    def _images(self, token_ids: Sequence[int], files: Sequence[bytes]) -> RequestImages:
-        is_image = numpy.array(token_ids) == self._spec.image_id
+    def _images(self, prompt: PromptInput) -> RequestImages:
+        files, is_image = prompt.attachments, numpy.array(prompt.token_ids) == self._spec.image_id
         numbers = numpy.where(is_image, is_image.cumsum() - 1, -1)
         read = [read_file(data, "an image") for data in files]
         positions = axes_of(is_image, [self._settings.tokens(file) for file in read]) if self._spec.axes else None
-        return RequestImages(numbers, files, [self._settings.count(file) for file in read], positions)
+        counts = [self._settings.count(file) for file in read]
+        return RequestImages(numbers, files, counts, positions, prompt.turn[0])
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         """What images change in a step; None: nothing."""
         given = [(None, NOTHING) if self._tower is None else self._wanted(item) for item in scheduled]
-        turned = self._spec.axes and any(self._requests[item.slot] is not None for item in scheduled)
+        turned = self._spec.axes and any(self._is_turned(item) for item in scheduled)
         if not turned and not any(len(numbers) for _, numbers in given):
             return None
         source: list[int] = []
@@ -111,6 +115,11 @@ class ImageRows:
         return StepEmbeddings(
             source, torch.cat(parts) if parts else None, self._positions(scheduled) if turned else None
         )
+
+    def _is_turned(self, item: ScheduledTokens) -> bool:
+        """Returns whether tokens of a row have axes of their own, which the rows of the batch do not know."""
+        images = self._requests[item.slot]
+        return images is not None and item.start < images.first
 
     def _positions(self, scheduled: Sequence[ScheduledTokens]) -> Tensor:
         """The axes of the tokens of a step, `[T, 3]`."""

@@ -316,7 +316,8 @@ class KernelBackend:
         states = None
         if layout.states:
             states = DeviceStateMemory(self._spec, layout.states, requests + 1, self._dtype, self._device)
-        model = CachedModel(_decoder(loaded), attention, rows, layout.block_size, loaded.adapters, states)
+        images = None if loaded.images is None else loaded.images(requests + 1)
+        model = CachedModel(_decoder(loaded), attention, rows, layout.block_size, loaded.adapters, states, images)
         draft = loaded.draft
         drafter = None if draft is None else draft.backend.drafter(draft.decoder, layout, rows)
         graphs: list[StepGraphs[Any, Any]] = []

@@ -122,6 +122,7 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         self._rows = model.rows
         self._samples = samples
         spec, size = model.decoder.spec, model.attention.caches[0].element_size()
+        ropes = [layer.rope for layer in spec.layers]
         sizes = {
             prefill_shape(attention.head_dim, False, size).queries if attention.value_dim is None else QUERIES
             for attention in spec.attentions
@@ -131,7 +132,7 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         self._longest = model.rows.tokens.shape[1] - 1
         scratch = model.rows.scratch
         shapes = prompt_shapes(scratch, most, self._longest) if samples else reading_shapes(most, self._longest)
-        if model.embeddings is not None and samples:
+        if model.embeddings is not None and samples and not any(rope is not None and rope.axes for rope in ropes):
             shapes += [shape._replace(embeds=True) for shape in shapes]
         self.shapes = shapes if self._tile else []
 
@@ -165,6 +166,8 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         if size is None or size.is_plain or step.adapted or step.uncertain or step.is_read:
             return None
         embeds = step.embeddings is not None
+        if step.embeddings is not None and step.embeddings.positions is not None:
+            return None
         fitting = [shape for shape in captured if shape.embeds == embeds and size.fits_into(StepSize(*shape[:2]))]
         if not fitting:
             return None

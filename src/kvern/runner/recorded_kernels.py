@@ -223,7 +223,7 @@ class StepRecorder:
         batch.write_sampled(rows.tokens, slots, positions, chosen, starts)
         if drafts:
             runs = slots, starts, slots, counts
-            drafting.read_drafts(rows.tokens, rows.block_table, counts, *runs, starts, 6, config.block_size)
+            drafting.read_drafts(rows.tokens, rows.block_table, counts, rows.turns, *runs, starts, 6, config.block_size)
             drafting.accept_drafts(rows.tokens, counts, *runs, chosen, positions)
             drafting.begin_drafts(counts, self._integers(2, 4), self._integers(2, 8), self._integers(3, 4), ROWS)
             drafting.write_drafts(rows.tokens, self._integers(3, count), chosen)

@@ -186,7 +186,14 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
         planned, tokens = runs_in(numbers[: 4 * shape.runs]), shape.tokens
         runs = planned._replace(starts=self._starts[: shape.runs])
         described, slots = read_drafts(
-            rows.tokens, rows.block_table, rows.num_computed_tokens, *planned, runs.starts, tokens, model.block_size
+            rows.tokens,
+            rows.block_table,
+            rows.num_computed_tokens,
+            rows.turns,
+            *planned,
+            runs.starts,
+            tokens,
+            model.block_size,
         )
         *read, positions = described
         batch = captured_batch(

@@ -321,9 +321,7 @@ class Worker:
             )
 
     def _load_images(self, plan: Plan) -> "tuple[VisionTower | None, Callable[[int], EmbeddingSource] | None]":
-        """The encoder of images, and what makes rows of them; None: the model has no encoder, or is not on a CPU."""
-        if self.device.type != "cpu":
-            return None, None
+        """The encoder of images, and what makes rows of them; None: the model has no encoder."""
         config = self._config
         dummy = config.load_format == "dummy"
         vision = usable_vision(self._folder, read_config(self._folder), dummy=dummy)
@@ -347,7 +345,7 @@ class Worker:
                     load_format=config.load_format,
                     kernels=CPU_KERNELS if plan.kernels >= CPU_KERNELS else frozenset(),
                     deterministic=config.deterministic,
-                    quantization=config.quantization,
+                    quantization=config.quantization if self.device.type == "cpu" else None,
                 )
                 tower = load_vision(self._folder, vision, options)
         return tower, partial(ImageRows, vision, settings, tower)

@@ -27,6 +27,11 @@ def _rows(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, inputs.permutation(SLOTS * blocks).view(SLOTS, blocks)
 
 
+def _turns(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows whose positions are shifted from some token on."""
+    return inputs.integers((21, 0, 0), torch.int64), inputs.integers((-9, 0, 0), torch.int64)
+
+
 def _slot_mapping(inputs: Inputs, table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     blocks = table[slots.long(), positions // inputs.block_size].long()
     return blocks * inputs.block_size + positions % inputs.block_size
@@ -35,12 +40,15 @@ def _slot_mapping(inputs: Inputs, table: torch.Tensor, slots: torch.Tensor, posi
 def _read_tokens(spec: ModelSpec, inputs: Inputs) -> Call:
     tokens, table = _rows(inputs)
     slots, starts, firsts, counts = (inputs.integers(row) for row in ((2, 0), (5, 20), (0, 3), (3, 40)))
-    launch = partial(batch.read_tokens, tokens, table, slots, starts, firsts, counts, 43, 40, inputs.block_size)
+    launch = partial(
+        batch.read_tokens, tokens, table, _turns(inputs), slots, starts, firsts, counts, 43, 40, inputs.block_size
+    )
 
     def reference() -> tuple[torch.Tensor, ...]:
         row = inputs.integers([2] * 3 + [0] * 40, torch.int64)
         positions = inputs.integers([*range(5, 8), *range(20, 60)], torch.int64)
-        return tokens[row, positions], positions, _slot_mapping(inputs, table, row, positions)
+        turned = inputs.integers([*range(5, 8), 20, *range(12, 51)], torch.int64)
+        return tokens[row, positions], turned, _slot_mapping(inputs, table, row, positions)
 
     return Call("43 tokens", launch, reference)
 
@@ -51,9 +59,11 @@ def _read_decodes(spec: ModelSpec, inputs: Inputs) -> Call:
 
     def reference() -> tuple[torch.Tensor, ...]:
         positions = starts.long()
-        return tokens[slots.long(), positions], positions, _slot_mapping(inputs, table, slots, positions), positions + 1
+        turned = inputs.integers((9, 24), torch.int64)
+        return tokens[slots.long(), positions], turned, _slot_mapping(inputs, table, slots, positions), positions + 1
 
-    return Call("2 tokens", partial(batch.read_decodes, tokens, table, slots, starts, inputs.block_size), reference)
+    launch = partial(batch.read_decodes, tokens, table, _turns(inputs), slots, starts, inputs.block_size)
+    return Call("2 tokens", launch, reference)
 
 
 def _read_slots(spec: ModelSpec, inputs: Inputs, longest: int) -> Call:
@@ -86,12 +96,13 @@ def _read_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
     runs = slots, starts, firsts, counts
 
     def launch() -> tuple[torch.Tensor, ...]:
-        return *drafts.read_drafts(tokens, table, computed, *runs, exact, 6, inputs.block_size), exact
+        return *drafts.read_drafts(tokens, table, computed, _turns(inputs), *runs, exact, 6, inputs.block_size), exact
 
     def reference() -> tuple[torch.Tensor, ...]:
         row = inputs.integers((1, 1, 1, 0, 2, 2))
         positions = inputs.integers((8, 9, 10, 33, 0, 1), torch.int64)
-        read = tokens[row.long(), positions].long(), positions, _slot_mapping(inputs, table, row, positions)
+        turned = inputs.integers((8, 9, 10, 24, 0, 1), torch.int64)
+        read = tokens[row.long(), positions].long(), turned, _slot_mapping(inputs, table, row, positions)
         return torch.stack((*read, positions + 1)), row, inputs.integers((8, 33, 0))
 
     return Call("3 runs, 6 tokens", launch, reference)

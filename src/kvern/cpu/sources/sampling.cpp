@@ -273,14 +273,16 @@ KVERN_EXPORT void kvern_write_tokens(int32_t* tokens, int64_t stride, const int6
 }
 
 // What the next step of decodes reads: of requests [2, count], slots and positions, the tokens of rows, the places of
-// their keys and values, and the positions that follow, int64 [count] each.
+// their keys and values, and the positions that follow, int64 [count] each. The positions of rows are shifted from
+// `turn_first` on, for rotary embeddings alone.
 KVERN_EXPORT void kvern_read_decodes(const int64_t* requests, const int32_t* tokens, int64_t stride,
-                                     const int32_t* block_table, int64_t table_stride, int64_t block_size, int64_t* ids,
+                                     const int32_t* block_table, int64_t table_stride, int64_t block_size,
+                                     const int64_t* turn_first, const int64_t* turn_shift, int64_t* ids,
                                      int64_t* positions, int64_t* slot_mapping, int64_t* following, int64_t count) {
     for (int64_t index = 0; index < count; ++index) {
         const int64_t slot = requests[index], position = requests[count + index];
         ids[index] = tokens[slot * stride + position];
-        positions[index] = position;
+        positions[index] = position + (position >= turn_first[slot] ? turn_shift[slot] : 0);
         slot_mapping[index] = block_table[slot * table_stride + position / block_size] * block_size + position % block_size;
         following[index] = position + 1;
     }

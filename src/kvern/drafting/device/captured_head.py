@@ -92,8 +92,8 @@ class CapturedHead:
         size = self._block_size
 
         def forward() -> tuple[Tensor, ...]:
-            _, positions, slot_mapping, _ = read_decodes(kept.places, rows.tokens, rows.block_table, size)
-            token_ids = read_decodes(kept.following, rows.tokens, rows.block_table, size).token_ids
+            _, positions, slot_mapping, _ = read_decodes(kept.places, rows.tokens, rows.block_table, rows.turns, size)
+            token_ids = read_decodes(kept.following, rows.tokens, rows.block_table, rows.turns, size).token_ids
             attend = self._attention.attend((kept.step, slot_mapping))
             # The layer may add to what it is given.
             states = head.enter(kept.states) if told else head.build.ops.beside((kept.states,))

@@ -128,7 +128,7 @@ class HeadDrafter(Generic[Batch]):
         device, tokens = self._rows.device, self._rows.tokens
         batch = self._build_batch(scheduled, starts)
         rows = upload([item.slot for item in scheduled for _ in range(item.count)], torch.int64, device)
-        following = tokens[rows, (batch.positions + 1).clamp(max=tokens.shape[1] - 1)].long()
+        following = tokens[rows, (batch.places() + 1).clamp(max=tokens.shape[1] - 1)].long()
         if told:
             states = self._head.enter(states)
         return self._head.forward(following, states, batch.positions, self._attention.plan(batch))
