@@ -54,7 +54,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         folder = make_vision_model(request.param, tmp_path_factory.mktemp("vision") / request.param)
     except (ImportError, AttributeError, KeyError, ValueError) as error:
         pytest.skip(f"this version of transformers cannot make a checkpoint: {error}")
-    cpu = {"device": "cpu", "dtype": "float32", "cpu_kernels": False, "max_model_len": 768}
+    cpu: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_kernels": False, "max_model_len": 768}
     with LLM(str(folder), **cpu) as llm:
         return folder, llm.chat(CONVERSATIONS, PARAMS)
 
