@@ -91,7 +91,7 @@ class AsyncLLM(PythonApi):
     ) -> list[RequestOutput]:
         """Answer prompts (texts or lists of token ids), in their order; see LLM.generate."""
         check_on_error(on_error)
-        several = cut_prompts(as_prompts(prompts), truncate_prompt_tokens, self._inputs)
+        several = cut_prompts(as_prompts(prompts, self._inputs), truncate_prompt_tokens, self._inputs)
         return checked(await self._all(several, one_for_each(sampling_params, len(several)), adapter), on_error)
 
     @takes_other_names
@@ -99,7 +99,7 @@ class AsyncLLM(PythonApi):
         self, prompts: Prompts, params: OneParams = None, *, adapter: AdapterChoice = None
     ) -> list[RequestOutput]:
         """The `beam_width` most probable answers to each prompt; see LLM.beam_search."""
-        several = as_prompts(prompts)
+        several = as_prompts(prompts, self._inputs)
         return await self.generate(several, beam_params(params, len(several)), adapter=adapter)
 
     @takes_other_names
@@ -129,7 +129,7 @@ class AsyncLLM(PythonApi):
         return self._encoded(await self._pooled(prompts, truncate_prompt_tokens), pooling_task)
 
     async def _pooled(self, prompts: Prompts, most: int | None) -> list[bytes]:
-        several = cut_prompts(as_prompts(prompts), most, self._inputs, ends=False)
+        several = cut_prompts(as_prompts(prompts, self._inputs), most, self._inputs, ends=False)
         outputs = checked(await self._all(several, [None] * len(several), None, embed=True))
         return [output.embedding or b"" for output in outputs]
 

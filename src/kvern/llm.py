@@ -122,7 +122,7 @@ class LLM(PythonApi):
         others have ended, RequestFailed is raised, whose `outputs` are all. With `on_error="return"` they are returned,
         and those that failed have a `failure`.
         """
-        several = cut_prompts(as_prompts(prompts), truncate_prompt_tokens, self._inputs)
+        several = cut_prompts(as_prompts(prompts, self._inputs), truncate_prompt_tokens, self._inputs)
         params = one_for_each(sampling_params, len(several))
         adapters = one_adapter_for_each(adapter, len(several))
         return self._all(several, params, progress, adapters=adapters, on_error=on_error)
@@ -132,7 +132,7 @@ class LLM(PythonApi):
         self, prompts: Prompts, params: OneParams = None, *, adapter: AdapterChoice = None, progress: bool = False
     ) -> list[RequestOutput]:
         """The `beam_width` most probable answers to each prompt, the best first. Raises as `generate` does."""
-        several = as_prompts(prompts)
+        several = as_prompts(prompts, self._inputs)
         return self.generate(several, beam_params(params, len(several)), adapter=adapter, progress=progress)
 
     def __call__(self, inputs: Any, **options: Any) -> list[Any]:
@@ -159,7 +159,7 @@ class LLM(PythonApi):
         InvalidRequest for other models, and RequestFailed.
         """
         self._check_embeds()
-        states = self._pooled(as_prompts(prompts), truncate_prompt_tokens, progress)
+        states = self._pooled(as_prompts(prompts, self._inputs), truncate_prompt_tokens, progress)
         return [embedding_of(state, dimensions) for state in states]
 
     @takes_other_names
@@ -171,7 +171,7 @@ class LLM(PythonApi):
         `truncate_prompt_tokens` as for `embed`. Raises InvalidRequest for other models, and RequestFailed.
         """
         labels = self._labels()
-        states = self._pooled(as_prompts(prompts), truncate_prompt_tokens, progress)
+        states = self._pooled(as_prompts(prompts, self._inputs), truncate_prompt_tokens, progress)
         return [labels.probabilities(state) for state in states]
 
     @takes_other_names
@@ -184,7 +184,9 @@ class LLM(PythonApi):
         progress: bool = False,
     ) -> list[list[float]]:
         """`embed`, or the probabilities of `classify` in the order of the labels, under the name that others have."""
-        return self._encoded(self._pooled(as_prompts(prompts), truncate_prompt_tokens, progress), pooling_task)
+        return self._encoded(
+            self._pooled(as_prompts(prompts, self._inputs), truncate_prompt_tokens, progress), pooling_task
+        )
 
     def _pooled(self, prompts: Sequence[Prompt], most: int | None, progress: bool) -> list[bytes]:
         """What the model makes of each prompt, float32 and little-endian."""

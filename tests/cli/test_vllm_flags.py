@@ -11,6 +11,7 @@ import pytest
 
 from kvern.cli.main import SHARED, main, read_command
 from kvern.cli.options import KINDS, read_defaults
+from kvern.cli.run import RunCommand
 from kvern.cli.serve import ServeCommand
 from kvern.errors import ConfigError
 from kvern.options.rules import Named, Switch
@@ -222,6 +223,7 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
         ("serve m --max-num-seq 3", "there is no option --max-num-seq: did you mean --max-num-seqs, which is kvern's "),
         ("serve m --prefix-caching", "did you mean --prefix-cache?"),
         ("chat m --ssl-keyfile k", "--ssl-keyfile is an option of kvern serve alone"),
+        ("serve m --allowed-local-media-path /x", "--allowed-local-media-path is an option of kvern run alone"),
         ("models --max-num-seqs 3", "there is no option --max-num-seqs"),
     ],
 )
@@ -307,7 +309,7 @@ def test_the_key_of_vllm_stands_behind_the_own_one() -> None:
 
 
 def test_every_row_of_the_table_gives_options_that_exist() -> None:
-    known = {name: hint for kind in KINDS for name, hint in typing.get_type_hints(kind).items()}
+    known = {name: hint for kind in (*KINDS, RunCommand) for name, hint in typing.get_type_hints(kind).items()}
     for name, rule in VLLM.items():
         if isinstance(rule, Named):
             assert rule.option in known or rule.option == "adapter", name

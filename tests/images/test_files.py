@@ -130,7 +130,7 @@ def test_parts_of_all_apis(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(data)
     plain = url.partition(",")[2]
     for part in (
-        {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
+        {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
         {"type": "input_image", "image_url": url},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": plain}},
         {"type": "image", "image": data},

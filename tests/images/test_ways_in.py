@@ -2,6 +2,8 @@
 
 import base64
 import io
+import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +14,12 @@ import pytest
 from PIL import Image
 
 from kvern import LLM, SamplingParams
-from kvern.errors import InvalidRequest
+from kvern.batch.images import ImageFolder
+from kvern.batch.job import BatchJob
+from kvern.batch.requests import RowRules
+from kvern.errors import BatchFileError, InvalidRequest
 from kvern.images.file import read_file
-from kvern.images.limits import LOW
+from kvern.images.limits import LARGEST_FILE, LOW
 from kvern.images.settings import settings_of
 from kvern.models.image_models import vision_of
 from kvern.models.loader import read_config
@@ -243,3 +248,87 @@ def test_images_of_requests_have_a_bound(walled: Served) -> None:
     assert status("alice") == 200 and walled.figure("requests_refused_total", "bob", reason="images") == 1
     refused = keyed(walled, "bob", "/v1/chat/completions", {"messages": asked(*[parts["bob"]] * 12)})
     assert refused.status_code == 400 and "the images have more than 67108864 bytes" in refused.text
+
+
+def test_rows_of_jobs_name_images_below_a_folder(llm: LLM, tmp_path: Path) -> None:
+    image, folder = picture(60, 60), tmp_path / "images"
+    (folder / "cats").mkdir(parents=True)
+    (folder / "cats/a b.png").write_bytes(saved(image))
+    (tmp_path / "outside.png").write_bytes(saved(image))
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    (folder / "inner.png").symlink_to(folder / "cats/a b.png")
+    (folder / "large.png").write_bytes(bytes(LARGEST_FILE + 1))
+    os.mkfifo(folder / "pipe.png")
+    [expected] = llm.chat(asked(shown(image), "what"), PARAMS)
+    whole = (
+        "cats/a b.png",
+        "./inner.png",
+        f"{folder}/cats/a b.png",
+        f"file://{folder}/cats/a%20b.png",
+        data_url(image),
+    )
+    refused = {
+        "link.png": "lies outside of",
+        "../outside.png": "lies outside of",
+        f"{tmp_path}/outside.png": "lies outside of",
+        f"file://{tmp_path}/outside.png": "lies outside of",
+        "file://host/a.png": "opens no addresses",
+        "https://example.org/a.png": "opens no addresses",
+        "cats": "cannot be read: Is a directory",
+        "pipe.png": "cannot be read: it is not a regular file",
+        "none.png": "cannot be read: No such file",
+        "a\0b.png": "cannot be read: ",
+        "large.png": f"at most {LARGEST_FILE} are read",
+    }
+    params = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    rows: list[dict[str, Any]] = []
+    for number, path in enumerate([*whole, *refused]):
+        messages = asked({"type": "image_url", "image_url": {"url": path}}, "what")
+        row = {"messages": messages, **params}
+        openai = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": row}
+        rows.append(openai if number % 2 else row)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rules, images = RowRules(SamplingParams()), ImageFolder(folder)
+    result = BatchJob(tmp_path / "in.jsonl", tmp_path / "out.jsonl", rules, {}, images=images).run(llm)
+    assert result.totals.failed == len(refused)
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    texts = [
+        answer["response"]["body"]["choices"][0]["message"]["content"] if number % 2 else answer["answer"]
+        for number, answer in enumerate(answers)
+    ]
+    assert texts == [expected.outputs[0].text] * len(whole)
+    errors = [json.loads(line)["error"] for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    for error, said in zip(errors, refused.values(), strict=True):
+        assert "messages[0].content[0]: " in error and said in error
+    with pytest.raises(BatchFileError, match=r"media_dir .* is no folder"):
+        ImageFolder(folder / "none")
+    without = BatchJob(tmp_path / "in.jsonl", tmp_path / "without.jsonl", rules, {}).run(llm)
+    assert without.totals.failed == len(rows) - 1, "paths are read below a folder alone"
+
+
+def test_prompts_have_images_as_vllm_has_them(kind: str, llm: LLM) -> None:
+    one, other = picture(60, 60), picture(90, 40)
+    mark = FAMILIES[kind].written
+    [expected] = llm.chat(asked("what", shown(one), "and", shown(other)), PARAMS)
+    text = f"user: what{mark}and{mark};"
+    token_ids = llm.tokenizer.encode(text)
+    for prompt in ({"prompt": text}, {"prompt_token_ids": token_ids}):
+        for images in ([one, other], (saved(one), data_url(other))):
+            [output] = llm.generate({**prompt, "multi_modal_data": {"image": images}}, PARAMS)
+            assert output.prompt_token_ids == expected.prompt_token_ids
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+            sums = [each.outputs[0].cumulative_logprob for each in (output, expected)]
+            assert sums[0] == pytest.approx(sums[1], abs=1e-4)
+    [alone] = llm.generate([{"prompt": f"user: {mark}", "multi_modal_data": {"image": one}}], PARAMS)
+    assert alone.prompt_token_ids.count(FAMILIES[kind].image_id) > 0
+    for media, said in (
+        ({"image": one}, "the prompt has 2 times .* for 1 images"),
+        ({"video": one}, "multi_modal_data has video: it may have"),
+        ({"image": [one, other], "audio": 1}, "multi_modal_data has image, audio: it may have"),
+        ({"image": [one, 5]}, "image 1: the image is 5"),
+        (7, "multi_modal_data has 7: it may have"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            llm.generate({"prompt": text, "multi_modal_data": media}, PARAMS)
+    with pytest.raises(InvalidRequest, match="give prompt or prompt_token_ids alone"):
+        llm.generate({"prompt": text, "multi_modal_uuids": {}, "x": 1}, PARAMS)

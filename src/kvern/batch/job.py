@@ -31,6 +31,7 @@ from kvern.io.progress import generation_progress
 from kvern.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from kvern.batch.images import ImageFolder
     from kvern.engine.inputs import Prompt
     from kvern.llm import LLM, FailedRequest
     from kvern.request.outputs import RequestOutput
@@ -94,6 +95,7 @@ class BatchJob:
         source, output: ``.jsonl``, ``.csv`` or ``.parquet``, each by its own ending.
         rules: how plain rows are read.
         identity: further values that must be equal to continue an unfinished output (model, dtype, ...).
+        images: the folder of images that rows name by paths; None: they name none.
         seed: rows without a seed derive theirs from this and their number, so that a resumed job gives the same
             answers.
 
@@ -107,6 +109,7 @@ class BatchJob:
     identity: Mapping[str, Any]
     seed: int = 0
     overwrite: bool = False
+    images: ImageFolder | None = None
     reader: Reader = field(init=False)
     journal: Journal = field(init=False)
 
@@ -193,7 +196,7 @@ class BatchJob:
                 self._place += 1
                 try:
                     request = self._request(row, llm.tokenizer)
-                    begun = StartedRow(place, row, request, chat_of(request, llm))
+                    begun = StartedRow(place, row, request, chat_of(request, llm, self.images))
                 except KvernError as error:
                     self._finished[place] = failure(row, error)
                     if len(self._finished) % FAILED_BEFORE_WRITING == 0:
@@ -283,11 +286,12 @@ def interrupts_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def chat_of(request: BatchRequest, llm: LLM) -> ChatRequest | None:
+def chat_of(request: BatchRequest, llm: LLM, images: ImageFolder | None) -> ChatRequest | None:
     chat = request.chat
     if chat is None:
         return None
-    return llm.chat_request(chat.messages, request.params, chat.use, chat.options)
+    messages = chat.messages if images is None else images.read(chat.messages)
+    return llm.chat_request(messages, request.params, chat.use, chat.options)
 
 
 def failure(row: Row, error: KvernError) -> FinishedRow:

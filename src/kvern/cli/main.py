@@ -204,6 +204,8 @@ def as_typed(value: Any) -> str:
 TEXTS = tuple[str, ...]
 ADAPTERS = "adapters"
 LETTERS = re.compile(r"-[A-Za-z]+")
+OF_RUN = {"media_dir": "run"}
+"""Options under vLLM's names that `kvern serve` has not."""
 SHARED = frozenset(
     {
         "attention_backend",
@@ -312,8 +314,9 @@ def _translated(
         options = rule.options(values, on)
     except ConfigError as error:
         raise ConfigError(f"{written} {error}") from None
-    if any(option not in own and flag(option) != ADAPTER for option, _ in options):
-        raise ConfigError(f"{written} is an option of kvern serve alone")
+    foreign = [option for option, _ in options if option not in own and flag(option) != ADAPTER]
+    if foreign:
+        raise ConfigError(f"{written} is an option of kvern {OF_RUN.get(foreign[0], 'serve')} alone")
     if on and (note := rule.note(values)):
         notes.append(f"{written} {note}")
     return options

@@ -60,6 +60,8 @@ class RunCommand:
     """System message of each conversation; implies --chat."""
     overwrite: bool = False
     """Start again even if OUT exists."""
+    media_dir: Path | None = None
+    """Folder of images that rows may name by paths below it. None: rows hold their images themselves."""
     config: Path | None = None
     """TOML or YAML file with options, named as the flags are: max_tokens = 64."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
@@ -71,6 +73,7 @@ class RunCommand:
             return self._run(source, output)
 
     def _run(self, source: Path, output: Path) -> int:
+        from kvern.batch.images import ImageFolder
         from kvern.batch.job import BatchJob
         from kvern.batch.requests import RowRules
         from kvern.observe.metrics import DraftFigures, busiest_rows
@@ -89,6 +92,7 @@ class RunCommand:
             },
             seed=engine.seed,
             overwrite=self.overwrite,
+            images=None if self.media_dir is None else ImageFolder(self.media_dir),
         )
         with load(engine) as llm:
             llm.check_generates()

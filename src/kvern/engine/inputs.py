@@ -158,6 +158,18 @@ class InputProcessor:
         _check_contents(read, self.model)
         return self.images.checked(read) if self.model.reads_images else read
 
+    def with_images(self, text: str | list[int], media: Mapping[str, Any]) -> PromptInput:
+        """A prompt with images at its placeholders, as vLLM has it. Raises InvalidRequest."""
+        if not isinstance(media, Mapping) or media.keys() - {"image"} or not self.model.reads_images:
+            reads = '{"image": IMAGE or IMAGES}' if self.model.reads_images else "nothing: this model reads text only"
+            names = ", ".join(map(str, media)) if isinstance(media, Mapping) else shown(media)
+            raise InvalidRequest(f"multi_modal_data has {names}: it may have {reads}")
+        images = media.get("image") or []
+        several = images if isinstance(images, list | tuple) else [images]
+        token_ids = self.tokenizer.encode(text, most_tokens=self.max_model_len) if isinstance(text, str) else text
+        files = [self.images.read({"image": image}, f"image {number}") for number, image in enumerate(several)]
+        return self.images.prompt(token_ids, files)
+
     @functools.cached_property
     def images(self) -> "ImageReader":
         """The reader of images of prompts, for a model that has one. Raises UnsupportedModel."""

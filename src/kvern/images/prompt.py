@@ -85,7 +85,7 @@ class ImageReader:
             raise InvalidRequest(f"the conversation has {len(files)} images: at most {MOST_IMAGES} are read")
         places = [place for place, token in enumerate(token_ids) if token == self.spec.image_id]
         if len(places) != len(files):
-            raise InvalidRequest(f"the model's chat template has {len(places)} places for {len(files)} images")
+            raise InvalidRequest(f"the prompt has {len(places)} times {self.mark} for {len(files)} images")
         found: list[int] = []
         begin = 0
         for place, file in zip(places, files, strict=True):

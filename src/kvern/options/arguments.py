@@ -76,6 +76,8 @@ def _option(name: str, value: Any, types: Mapping[str, Any]) -> dict[str, Any]:
     if getattr(rule, "option", "adapter") not in {*types, "adapter"}:
         if value is None or value is False:
             return {}
+        if name == "allowed_local_media_path":
+            raise ConfigError(f"{name} is needed by servers: give images as Path objects, or as bytes")
         raise ConfigError(f"{name} is an option of the server, and this is none: give it to kvern serve")
     notes: list[str] = []
     try:

@@ -188,6 +188,7 @@ VLLM: dict[str, Rule] = {
     "middleware": Refused("put a proxy before the server"),
     "enable_force_include_usage": Refused("requests ask for it: stream_options", 0),
     "disable_fastapi_docs": Idle("/docs is a page without scripts of others"),
+    "allowed_local_media_path": Named("media_dir"),
     # What it says.
     "enable_log_requests": Switch("log_requests", yes="summary", no="none"),
     "disable_log_stats": Idle("figures are at /metrics", silent=True),
@@ -201,7 +202,7 @@ ALIKE: dict[Rule, tuple[str, ...]] = {
     Idle(MEDIA, 1): (
         "default_mm_loras", "mm_encoder_attn_backend", "mm_shm_cache_max_object_size_mb",
         "video_pruning_rate", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb",
-        "mm_encoder_tp_mode", "media_io_kwargs", "allowed_local_media_path", "mm_processor_cache_type",
+        "mm_encoder_tp_mode", "media_io_kwargs", "mm_processor_cache_type",
     ),
     Idle(MEDIA): (
         "disable_chunked_mm_input", "enable_multimodal_encoder_data_parallel", "interleave_mm_strings",

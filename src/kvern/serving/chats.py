@@ -18,7 +18,8 @@ OneParams = SamplingParams | Mapping[str, Any] | None
 """Sampling parameters, as a mapping too: {"temperature": 0}."""
 Params = OneParams | Sequence[OneParams]
 Prompts = Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]]
-"""One prompt or several; as vLLM has them, too: {"prompt": TEXT} or {"prompt_token_ids": IDS}."""
+"""One prompt or several; as vLLM has them, too: {"prompt": TEXT} or {"prompt_token_ids": IDS}, with images at their
+placeholders by {"multi_modal_data": {"image": IMAGE or IMAGES}}."""
 AdapterChoice = str | Sequence[str | None] | None
 
 
@@ -74,13 +75,13 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     return cast("list[Messages]", [messages] if isinstance(messages[0], Mapping) else list(messages))
 
 
-def as_prompts(prompts: Prompts) -> list[Prompt]:
+def as_prompts(prompts: Prompts, inputs: InputProcessor) -> list[Prompt]:
     """One prompt or several, as several. Raises InvalidRequest."""
     if isinstance(prompts, Mapping):
-        return [_named_prompt(prompts)]
+        return [_named_prompt(prompts, inputs)]
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
-    items = [_named_prompt(item) if isinstance(item, Mapping) else item for item in prompts]
+    items = [_named_prompt(item, inputs) if isinstance(item, Mapping) else item for item in prompts]
     if not items:
         raise InvalidRequest("the prompt is empty: it needs at least one token")
     if all(isinstance(item, int) for item in items):
@@ -88,12 +89,14 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
     return cast("list[Prompt]", items)
 
 
-def _named_prompt(prompt: Mapping[str, Any]) -> Prompt:
+def _named_prompt(prompt: Mapping[str, Any], inputs: InputProcessor) -> Prompt:
     """The prompt in a mapping as vLLM has it."""
     found = {name: value for name, value in prompt.items() if value is not None}
+    media = found.pop("multi_modal_data", None)
     if found.keys() not in ({"prompt"}, {"prompt_token_ids"}):
         raise InvalidRequest(f"a prompt has {', '.join(found) or 'nothing'}: give prompt or prompt_token_ids alone")
-    return cast("Prompt", next(iter(found.values())))
+    text = cast("str | list[int]", next(iter(found.values())))
+    return inputs.with_images(text, media) if media else text
 
 
 def cut_prompts(prompts: Sequence[Prompt], most: int | None, inputs: InputProcessor, ends: bool = True) -> list[Prompt]:
