@@ -136,6 +136,7 @@ def test_nothing_runs_behind_a_step_that_could_not_be_started() -> None:
 
     class Runner:
         steps: ClassVar[list[int]] = []
+        embeddings = None
 
         def execute(self, output: SchedulerOutput) -> Any:
             self.steps.append(output.step)

@@ -180,7 +180,7 @@ def test_the_cache_knows_images_by_their_content(kind: str, folder: Path) -> Non
         before = again.prompt_token_ids.index(FAMILIES[kind].image_id)
         assert changed.cached_tokens in (before, 0) and changed.outputs[0].logprobs != first.outputs[0].logprobs
         assert rows.encoded == 2
-        assert not any(images is not None and images.files for images in rows._requests), "files of what has been read"
+        assert not any(images is not None and images.keys for images in rows._requests), "images that have been read"
         check(kind, folder, changed, [other])
         [behind] = llm.chat(talk("see", one, "what else is there"), PARAMS)
         assert behind.cached_tokens > before and rows.encoded == 2

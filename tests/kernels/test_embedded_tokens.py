@@ -10,6 +10,7 @@ import torch
 
 import kvern.runner.prompt_graphs
 from kvern import LLM, SamplingParams
+from kvern.cache.messages import ImageMessage
 from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
 from kvern.runner.prompt_graphs import PromptKind
@@ -43,6 +44,13 @@ class TableRows:
 
     def join(self, joined: Sequence[NewRequest]) -> None:
         """The rows of the batch know their tokens."""
+
+    def prepare(self, message: ImageMessage) -> list[tuple[int, str]]:
+        """Nothing is encoded."""
+        return []
+
+    def abandon(self) -> None:
+        """Nothing is encoded."""
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         true, source = list[int](), list[int]()

@@ -18,6 +18,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter
+from kvern.io.children import READY, receive, send
 from kvern.models.hub import resolve_model
 from kvern.request.sampling_params import StructuredOutput
 from kvern.server.app import Server
@@ -184,10 +185,10 @@ def test_a_process_that_dies_costs_its_form(form: str, monkeypatch: pytest.Monke
             os._exit(1)
     theirs.close()
     with ours:
-        assert ours.recv(1) == worker.READY
+        assert ours.recv(1) == READY
         text = json.dumps({"regex": form}).encode()
-        ours.sendall(len(text).to_bytes(worker.LENGTH) + text)
-        assert worker.receive(ours) is None
+        send(ours, text)
+        assert receive(ours) is None
     assert os.waitpid(child, 0)[1] != 0
 
 

@@ -23,6 +23,7 @@ class FailingRunner:
         core: Any = core_of(llm)
         worker = worker_of(llm)
         self._runner, worker.runner = worker.runner, self
+        self.embeddings = self._runner.embeddings
         core.executor = Executor(worker, core.executor.tier)
         self._where = where
         self._limits: dict[int, int] = {}

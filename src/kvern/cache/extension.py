@@ -4,14 +4,17 @@ A cache manager has a list of extensions and calls each of them, in order, at th
 
     waiting  --arrived->  an extension may begin to look for the prefix elsewhere
              --lookup-->  it may bring more of the prefix; the request is LOADING until `report` or `ready` names it
+             --awaits-->  it may lack what its next tokens stand for; it is ENCODING until `report` or `ready` names it
              --match--->  an extension shortens a cached prefix to what a request can continue from
     admitted --begin, needed, take--> its memory for the request; `leave` if the request does not fit after all
     running  --placed-->  the request has a row, which the next step has to be told of
              --needed, take--> more memory for more tokens
              --publish->  a full block of the request has entered the prefix tree
              --fork---->  another request continues from what this one has computed
-    ended    --leave--->  the memory goes to nodes of the prefix tree, or becomes free
-    a step   --plan---->  the extension's message to the worker's side, in `SchedulerOutput.extensions`
+    ended    --leave--->  the memory goes to nodes of the prefix tree, or becomes free; `forget` in any case
+    a step   --failed-->  the requests that cannot go on
+             --encode-->  work beside the layers of the model, before prompts are scheduled
+             --plan---->  the extension's message to the worker's side, in `SchedulerOutput.extensions`
              --report-->  what the worker's side answered, in `ModelRunnerOutput.reports`
              --completed, undo--> the step has returned, or has failed
 
@@ -111,6 +114,18 @@ class CacheExtension:
         """
         return False
 
+    def awaits(self, request: Request, computed: int) -> bool:
+        """True if a waiting request, which would go on after so many tokens, has to wait for what they stand for."""
+        return False
+
+    def failed(self) -> Sequence[tuple[Request, str]]:
+        """The requests that cannot go on, as was found since the last call, and why; asked before each step."""
+        return ()
+
+    def encode(self, tokens: float) -> float:
+        """Add work to the step that is planned, which costs as much as so many tokens at most; returns its cost."""
+        return 0.0
+
     def match(self, prefix: CachedPrefix, step: int | None) -> CachedPrefix:
         """The part of a cached prefix from which a request can continue in `step`; None: in any later step."""
         return prefix
@@ -156,6 +171,9 @@ class CacheExtension:
     def leave(self, request: Request, end: SequenceEnd | None) -> None:
         """Drop what the request has. With `end`, nodes of the prefix tree keep what others may use."""
 
+    def forget(self, request: Request) -> None:
+        """The request has ended, whether it has run or not."""
+
     def lose(self, node: Node) -> None:
         """The node is about to be removed from the prefix tree."""
 
@@ -179,6 +197,6 @@ class CacheExtension:
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         """Raise AssertionError if the extension's data are inconsistent; returns its references to blocks.
 
-        `loading`: the requests that wait for a report.
+        `loading`: the requests that are LOADING or ENCODING.
         """
         return 0

@@ -213,6 +213,8 @@ class KVCacheManager:
 
     def forget(self, request: Request) -> None:
         """The counterpart of `register`: the request has ended and its blocks were freed."""
+        for extension in self.extensions:
+            extension.forget(request)
         if not self.prefix_cache and request.group is not None:
             namespace = _private(request.group)
             self._groups[namespace] -= 1
@@ -236,6 +238,21 @@ class KVCacheManager:
     def lookup(self, request: Request, step: int, reserve: int = 0) -> bool:
         """Let extensions bring more of a waiting request's prefix; returns whether it has to wait for one of them."""
         return any(extension.lookup(request, _contents(request), step, reserve) for extension in self.extensions)
+
+    def awaits(self, request: Request, step: int) -> bool:
+        """True if a waiting request, admitted now, would lack what its next tokens stand for."""
+        if not request.spec.prompt.attachments:
+            return False
+        computed = self.cached_tokens(request, step)
+        return any(extension.awaits(request, computed) for extension in self.extensions)
+
+    def failed(self) -> list[tuple[Request, str]]:
+        """The requests that cannot go on, and why."""
+        return [pair for extension in self.extensions for pair in extension.failed()]
+
+    def encode(self, tokens: float) -> float:
+        """Add what extensions have to compute to the step that is planned; returns what that costs, in tokens."""
+        return sum(extension.encode(tokens) for extension in self.extensions)
 
     def admit(self, request: Request, step: int, reserve: int = 0) -> list[BlockCopy] | None:
         """Give a waiting request its cached prefix and blocks for all tokens that it has now.
@@ -403,7 +420,7 @@ class KVCacheManager:
     def check_integrity(self, running: Sequence[Request], loading: Sequence[Request] = ()) -> None:
         """Raise AssertionError unless every block is free, in the tree, owned by one of `running`, or an extension's.
 
-        `loading`: the requests that wait for a report.
+        `loading`: the requests that are LOADING or ENCODING.
         """
         self.tree.check_integrity()
         references = self.tree.size + sum(len(request.block_ids) for request in running)

@@ -6,7 +6,7 @@ scheduler, and only in engines that need them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -78,6 +78,33 @@ class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
 
     saves: list[BlockSave]
     loads: list[BlockLoad]
+    ended: list[int]
+
+
+class EncodingStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An image that is encoded from this step on: its width and height as a file, the bytes of its
+    patches' pixels, and the places of its rows."""
+
+    number: int
+    key: bytes
+    size: tuple[int, int]
+    pixels: Any
+    places: list[int]
+
+
+class ImageMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
+    """What is done about images before a step, in this order.
+
+    `dropped` are given up, `begun` begin, and of the images of `layers` (number, count) so many layers are computed.
+    The rows of those that are `ended` by that are written to their places, and the report has their numbers, each with
+    what is wrong, if anything is.
+    """
+
+    extension: ClassVar[str] = "images"
+
+    dropped: list[int]
+    begun: list[EncodingStart]
+    layers: list[tuple[int, int]]
     ended: list[int]
 
 

@@ -23,7 +23,7 @@ from kvern.cache.extension import CacheExtension, CacheMemory
 from kvern.cache.keys import block_keys
 from kvern.cache.messages import BlockLoad, BlockSave, TierIndex, TierMessage
 from kvern.cache.radix import Node
-from kvern.request.request import Request
+from kvern.request.request import Request, State
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 
 MOST_SAVES = 32
@@ -191,7 +191,9 @@ class TierTraffic(CacheExtension):
         assert all(self._pool.references(block) == 1 for block in blocks), "a block that is being loaded is shared"
         assert self._arriving.keys() == {key for load in self._loading.values() for key in load.keys}
         awaited = {request for load in self._loading.values() for request in load.waiting}
-        assert awaited >= set(loading), "a request waits for blocks that nobody loads"
+        assert awaited >= {request for request in loading if request.state is State.LOADING}, (
+            "a request waits for blocks that nobody loads"
+        )
         assert self._offers.keys() <= set(self._tree.nodes()), "a block is offered that was removed"
         assert {load.load for load in self._loads} <= self._loading.keys(), "a load was given up and is still planned"
         return len(blocks)

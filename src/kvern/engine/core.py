@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvern.cache.images import ImagePool
 from kvern.drafting.drafting import Drafting
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
@@ -214,6 +215,9 @@ class EngineCore(EngineLoop):
 
         A step that raises an Exception ends the one request that causes it. Raises what breaks the executor itself.
         """
+        if failed := self.scheduler.cache.failed():
+            reasons = {request.unit: reason for request, reason in failed}
+            return [event for unit, reason in reasons.items() for event in self._fail_unit(unit, reason)]
         if self._trial.settle():
             self.scheduler.restrict(self._trial.units)
         if self._held:
@@ -230,7 +234,7 @@ class EngineCore(EngineLoop):
                     return []
         if not self._in_flight:
             self.scheduler.cache.completed(self.scheduler.step)
-            if self._trial.units is not None:
+            if self._trial.units is not None and not self.scheduler.cache.is_loading:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
             elif self._has_steps:
@@ -303,9 +307,11 @@ class EngineCore(EngineLoop):
             logger.warning("a step of %d requests failed; they are run again in halves", len(requests), exc_info=error)
             return []
         logger.error("request %s ends: its step failed", guilty, exc_info=error)
+        return self._fail_unit(guilty, f"its step failed: {in_a_line(error)}")
+
+    def _fail_unit(self, unit: str, reason: str) -> list[TokenEvent]:
         alive = (*self.scheduler.running, *self.scheduler.waiting)
-        reason = f"its step failed: {in_a_line(error)}"
-        return self._fail([request for request in alive if request.unit == guilty], reason)
+        return self._fail([request for request in alive if request.unit == unit], reason)
 
     def _fail(self, requests: Iterable[Request], reason: str) -> list[TokenEvent]:
         """End queued requests that cannot go on; the events that say why."""
@@ -328,6 +334,9 @@ class EngineCore(EngineLoop):
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._counted.waiting += len(self._held)
         self._counted.kv_cache_usage = self.scheduler.cache.usage
+        if (images := self.scheduler.cache.extension(ImagePool)) is not None:
+            self._counted.decoded_images, self._counted.encoded_images = images.decoded, images.encoded
+            self._counted.image_rows_hit = images.hit_rows
         if self.drafting is not None:
             self._counted.drafts_by_position = tuple(self.drafting.positions.drafts)
             self._counted.accepted_by_position = tuple(self.drafting.positions.accepted)

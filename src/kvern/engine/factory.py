@@ -16,13 +16,13 @@ from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
 from kvern.drafting.proposer import PROPOSERS
 from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.image_pool import image_pool, vision_here
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import ConfigError
-from kvern.models.image_models import usable_vision
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
@@ -117,8 +117,7 @@ def build_core(
 
 def facts_of(config: EngineConfig, spec: ModelSpec, folder: Path) -> ModelFacts:
     """The facts of the model of an engine."""
-    dummy = config.load_format == "dummy"
-    return ModelFacts.of(spec, usable_vision(folder, read_config(folder), dummy=dummy) is not None)
+    return ModelFacts.of(spec, vision_here(config, folder) is not None)
 
 
 def make_dp_attention_core(
@@ -179,6 +178,8 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: "Ti
     stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
     identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
     extensions = make_extensions(config, layout, tier)
+    if (images := image_pool(config, folder)) is not None:
+        extensions.append(images)
     sizes = layout.blocks, layout.block_size
     positions = layout.positions if layout.window_tables else 0
     cache = KVCacheManager(*sizes, config.prefix_cache, identity, extensions, positions)

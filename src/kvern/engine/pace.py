@@ -75,8 +75,8 @@ class Pace:
         if self.costs is not None:
             now = self._clock()
             self._planning = now - self._asked
-            prompts = any(item.count > (item.sampled or 1) for item in output.scheduled)
-            self._begun.append((load_of(output.scheduled) if prompts else None, now))
+            prompts = output.encoding or any(item.count > (item.sampled or 1) for item in output.scheduled)
+            self._begun.append((load_of(output.scheduled, output.encoding) if prompts else None, now))
 
     def awaits(self) -> None:
         """Notes that the result of the oldest step is about to be awaited, with the newest just launched."""

@@ -282,9 +282,9 @@ class WaitingQueue:
             self._push(request)
 
     def loaded(self, requests: Iterable[Request]) -> None:
-        """Let those run that still wait for a load, which has ended."""
+        """Let those run that still wait for a load, or an image: it is there."""
         for request in list(requests):
-            if request.state is State.LOADING:
+            if request.state in (State.LOADING, State.ENCODING):
                 request.state = State.WAITING
                 self.wake(request)
 

@@ -220,16 +220,19 @@ class Scheduler:
         tokens, behind = self.limits.max_batch_tokens - kept, list[Request]()
         for request in in_turn(self.running, self.limits.stages, begin):
             remaining = request.remaining_tokens
-            if remaining > 1:
+            if remaining > 1 or (remaining and request.is_before_image):
                 behind.append(request)
             elif remaining == 1 <= tokens:
                 drafted = request.drafts.token_ids or request.drafts.guesses
                 verified = self._verify(request, tokens - len(self.running), output) if drafted else 0
                 tokens -= verified or self._advance(request, 1, 1, output)
         budget = StepBudget(tokens + kept, self.limits.chunked_prefill)
-        waits = behind or (self.waiting and self.running.free_rows)
+        encodes = self.cache.is_loading
+        waits = behind or encodes or (self.waiting and self.running.free_rows)
         if time is not None and waits and decodes(output, self.running, self.limits.stages):
             budget.limit(time, load_of(output.scheduled))
+        if encodes:
+            output.encoding = budget.encode(self.cache.encode)
         if crowded is not None and crowded in behind:
             behind.remove(crowded)
             self._advance_prompt(crowded, budget, output)
@@ -249,7 +252,10 @@ class Scheduler:
     def _chunk(self, request: Request, budget: StepBudget) -> int:
         """How much of a prompt the step computes, no span in part; one that does not fit is first in the next step."""
         start, fewest = self._least(request)
-        until = max(self.cache.until(request), fewest)
+        until = self.cache.until(request)
+        if not until:
+            return 0
+        until = max(until, fewest)
         count = budget.chunk(start, request.remaining_tokens, until, fewest)
         if not count and fewest > 1 and self._crowded is None:
             self._crowded = request
@@ -324,6 +330,9 @@ class Scheduler:
             if self._allowed is None and self.cache.lookup(request, self.step, reserve):
                 request.state = State.LOADING
                 continue
+            if self.cache.awaits(request, self.step):
+                request.state = State.ENCODING
+                continue
             if not budget.takes(*self._least(request)):
                 self._crowded = self._crowded or request
                 break
@@ -347,7 +356,7 @@ class Scheduler:
 
     def _cause(self, request: Request) -> Cause | None:
         """Why a waiting request cannot run: some of its input is still on its way, or it may not."""
-        if request.in_flight or request.is_held or request.state is State.LOADING:
+        if request.in_flight or request.is_held or request.state in (State.LOADING, State.ENCODING):
             return request
         if request.leader is not None and not request.leader.prompt_scheduled:
             return request.leader
@@ -453,7 +462,7 @@ class Scheduler:
         assert sorted(self.adapters.users.elements()) == adapters, "the users of adapters do not add up"
         self.waiting.check_integrity(self._cause)
         self.running.check_integrity()
-        loading = [request for request in self.waiting if request.state is State.LOADING]
+        loading = [request for request in self.waiting if request.state in (State.LOADING, State.ENCODING)]
         self.cache.check_integrity(list(self.running), loading)
         self.adapters.check_integrity([request.adapter for request in self.running if request.adapter is not None])
 

@@ -1,14 +1,16 @@
 """Costs of steps with parts of prompts: measured at the start, and corrected by every step that returns.
 
   seconds = products(rows) + per_key * keys that decodes read + per_pair * pairs of prompt tokens and their keys
+          + per_encoding * work of an encoder of images
 
 Products of few rows read weights and take constant time; those of many rows take time for each row. The time is
 interpolated between the measured numbers of rows. No clock is read here.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from kvern.request.step import ScheduledTokens
@@ -23,18 +25,22 @@ busy."""
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """The work of a step: `rows` tokens, decodes that read `keys`, and `pairs` of prompt tokens and keys."""
+    """The work of a step: `rows` tokens, decodes that read `keys`, and `pairs` of prompt tokens and keys.
+
+    `encoding`: what an encoder of images does besides, as about so many tokens.
+    """
 
     rows: int = 0
     keys: int = 0
     pairs: float = 0.0
+    encoding: float = 0.0
 
     def with_prompt(self, start: int, count: int) -> "StepLoad":
         """Returns the load with tokens of a prompt from position `start` on in addition."""
-        return StepLoad(self.rows + count, self.keys, self.pairs + count * (start + count / 2))
+        return StepLoad(self.rows + count, self.keys, self.pairs + count * (start + count / 2), self.encoding)
 
 
-def load_of(scheduled: Iterable[ScheduledTokens]) -> StepLoad:
+def load_of(scheduled: Iterable[ScheduledTokens], encoding: float = 0.0) -> StepLoad:
     """Returns the load of a step with these tokens; drafts count as decodes."""
     rows = keys = 0
     pairs = 0.0
@@ -44,7 +50,7 @@ def load_of(scheduled: Iterable[ScheduledTokens]) -> StepLoad:
             pairs += item.count * (item.start + item.count / 2)
         else:
             keys += item.start + item.count
-    return StepLoad(rows, keys, pairs)
+    return StepLoad(rows, keys, pairs, encoding)
 
 
 class StepCosts:
@@ -59,12 +65,18 @@ class StepCosts:
         self.tile = tile
         self._rows, self._seconds = list(rows), list(seconds)
         self._per_key, self._per_pair = per_key, per_pair
+        self._per_encoding = seconds[-1] / rows[-1]
         self._ascend(down=True)
 
     def seconds(self, load: StepLoad) -> float:
         """Returns the predicted time of a step; it grows with every row, key and pair."""
         products = sum(share * self._seconds[place] for place, share in self._between(load.rows))
-        return products + self._per_key * load.keys + self._per_pair * load.pairs
+        encoding = self._per_encoding * load.encoding
+        return products + self._per_key * load.keys + self._per_pair * load.pairs + encoding
+
+    def encoding_within(self, seconds: float) -> float:
+        """Returns the `StepLoad.encoding` that takes so long."""
+        return seconds / self._per_encoding
 
     def learn(self, load: StepLoad, seconds: float) -> None:
         """Corrects the costs by the time of a step: each term takes its part of the error."""
@@ -74,6 +86,7 @@ class StepCosts:
             self._seconds[place] *= 1 + GAIN * error * share * self._seconds[place] / expected
         self._per_key *= 1 + GAIN * error * self._per_key * load.keys / expected
         self._per_pair *= 1 + GAIN * error * self._per_pair * load.pairs / expected
+        self._per_encoding *= 1 + GAIN * error * self._per_encoding * load.encoding / expected
         self._ascend(down=error < 0)
 
     def _between(self, rows: int) -> list[tuple[int, float]]:
@@ -100,6 +113,8 @@ FILLED = 1.15
 
 If the host is slower than the GPU, the GPU computes that much in the same time.
 """
+ENCODING = 0.5
+"""The share of a step's budget that an encoder of images may take from prompts."""
 OVERTIME = 0.1
 """The share by which a step may exceed its time if that completes a prompt and saves a step."""
 
@@ -131,6 +146,18 @@ class StepBudget:
         """Limits the time from now on; `load` is what the step computes already."""
         least = time.costs.seconds(load.with_prompt(0, LEAST_TILES * time.costs.tile))
         self._time, self._load = StepTime(time.costs, max(time.seconds, FILLED * least)), load
+
+    def encode(self, compute: Callable[[float], float]) -> float:
+        """Let `compute` add the work of an encoder, whose limit it is given and whose cost it returns, as tokens."""
+        limit = float(self.tokens)
+        if self._time is not None:
+            spare = self._time.seconds - self._time.costs.seconds(self._load)
+            limit = min(limit, self._time.costs.encoding_within(spare))
+        encoding = compute(ENCODING * limit)
+        if encoding:
+            self._load = replace(self._load, encoding=encoding)
+            self.tokens -= math.ceil(encoding) if self._chunked else 0
+        return encoding
 
     def holds(self, length: int) -> bool:
         """True if some of a prompt of this length can be computed, or all of it if it cannot be cut."""

@@ -14,6 +14,7 @@ from kvern.images.file import ImageFile, read_file
 from kvern.images.limits import MOST_IMAGES
 from kvern.images.parts import bytes_of
 from kvern.images.settings import ImageSettings, settings_of
+from kvern.images.spans import LEAST_PLACES, places_for
 from kvern.request.request import PromptInput
 from kvern.spec.vision import VisionSpec
 from kvern.text.tokenizer import Tokenizer
@@ -48,6 +49,13 @@ class ImageReader:
         Raises InvalidRequest if its tokens do not fit its images.
         """
         files = [read_file(data, f"attachment {number}") for number, data in enumerate(prompt.attachments)]
+        for number, file in enumerate(files):
+            rows = self.settings.count(file)
+            if rows > LEAST_PLACES and rows > (most := places_for(self.settings)):
+                raise InvalidRequest(
+                    f"attachment {number}: the image of {file.width} x {file.height} pixels has {rows} tokens: at most "
+                    f"{most} are read; make it smaller"
+                )
         firsts = [0, *itertools.accumulate(self.settings.count(file) for file in files)]
         found = prompt.token_ids.count(self.spec.image_id)
         if found != firsts[-1]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import numpy.typing
 
 from kvern.errors import UnsupportedModel
 from kvern.images.file import ImageFile, Pixels, picture_of
@@ -95,14 +94,6 @@ class ImageSettings:
         views = Views(picture_of(file), self.resample)
         found = [views.patches(view, self.patch) for view in self.resizing.views(file.width, file.height)]
         return numpy.concatenate(found)
-
-    def normalized(self, patches: Pixels) -> numpy.typing.NDArray[numpy.float32]:
-        """Returns patches as an encoder reads them."""
-        mean, deviation = (
-            numpy.repeat(numpy.array(each, numpy.float32), self.patch**2) for each in (self.mean, self.deviation)
-        )
-        scaled = patches.astype(numpy.float32) * numpy.float32(1 / 255)
-        return (scaled - mean) / deviation
 
 
 def read_processor(folder: Path) -> Mapping[str, Any]:

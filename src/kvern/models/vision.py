@@ -1,6 +1,6 @@
 """The encoder of images: pixels of patches in, rows of embeddings for the language model out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,14 @@ class VisionTower(WeightedModel):
         `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized. `attend` makes an
         `Attend` of lengths: of runs of patches that see themselves.
         """
+        *_, rows = self.by_layers(pixels, grids, attend)
+        assert rows is not None
+        return rows
+
+    def by_layers(
+        self, pixels: Tensor, grids: Sequence[Grid], attend: Callable[[Sequence[int]], Attend]
+    ) -> Iterator[Tensor | None]:
+        """Yields None after each layer but the last, and then the rows of `forward`: a step may go on with others."""
         hidden = self.patch_norm(self.patches(pixels.to(self.build.dtype)))
         if self.positions is not None:
             hidden = hidden + self.positions(grids)
@@ -144,8 +152,10 @@ class VisionTower(WeightedModel):
             if index in self._tapped:
                 hidden, update = hidden if update is None else hidden + update, None
                 tapped.append(self.deep[len(tapped)](_in_rows(hidden, order), grids))
+            if index + 1 < len(self.layers):
+                yield None
         states = self.last_norm(_in_rows(hidden if update is None else hidden + update, order))
-        return torch.cat((self.projector(states, grids), *tapped), 1)
+        yield torch.cat((self.projector(states, grids), *tapped), 1)
 
     def in_order(self, rows: Tensor, order: Order | None) -> Tensor:
         """The rows of an image's tokens from `forward`'s rows of its pieces; see `Resizing.order`."""

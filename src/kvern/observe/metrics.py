@@ -139,6 +139,9 @@ COUNTED = {
     "preemptions": ("num_preemptions", "Times that a running request lost its blocks to others."),
     "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "decoded_images": ("images_decoded", "Files of images that were decoded."),
+    "encoded_images": ("images_encoded", "Images that the encoder computed."),
+    "image_rows_hit": ("image_rows_hit", "Rows of images that requests needed and that were there."),
     "prefill_tokens": ("prefill_tokens", "Tokens computed in runs of more than one."),
 }
 """Counters by the fields of `EngineStatistics` that they follow: name and help."""

@@ -86,6 +86,10 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     """The target for the seconds of steps with decodes; 0 is no target."""
     scheduled: int = 0
     """The sequences of all steps; each counts in every step that it takes part in."""
+    decoded_images: int = 0
+    encoded_images: int = 0
+    image_rows_hit: int = 0
+    """Rows of images that requests needed and that were there."""
 
     def at_the_end(self) -> "EngineStatistics":
         """Returns the counters of an engine that has ended, without its current values."""

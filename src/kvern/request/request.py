@@ -8,6 +8,7 @@
      | ^ +---preempted-------+      (its blocks are freed; its tokens are kept and computed again)
      v |
     LOADING                         (a tier loads more of its cached prefix into the prefix tree)
+    ENCODING                        (an image of its next tokens is decoded and encoded)
 
 With `n` > 1 there are several requests of one group: the first computes the prompt, the others then share its blocks. A
 beam search begins as one request; others are forked from it when its prompt is computed.
@@ -223,6 +224,7 @@ class State(enum.Enum):
 
     WAITING = "waiting"
     LOADING = "loading"
+    ENCODING = "encoding"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -348,6 +350,11 @@ class Request:
         """
         sampled = self.in_flight if self.search is None else 0
         return len(self.token_ids) + sampled - self.num_computed_tokens
+
+    @property
+    def is_before_image(self) -> bool:
+        """True if a token of its prompt that is not computed may be an image's."""
+        return bool(self.spec.prompt.attachments) and self.num_computed_tokens < self.prompt_length
 
     @property
     def owner(self) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from kvern.attention.base import AttentionBackend
+from kvern.cache.messages import ImageMessage
 from kvern.device.input_batch import InputBatch
 from kvern.device.rows import BatchRows
 from kvern.request.step import Fork, NewRequest, ScheduledTokens, SchedulerOutput
@@ -49,6 +50,14 @@ class EmbeddingSource(Protocol):
 
     def join(self, joined: Sequence[NewRequest]) -> None:
         """Rows of the batch have new requests."""
+        ...
+
+    def prepare(self, message: ImageMessage) -> list[tuple[int, str]]:
+        """Encode what a step says; returns the numbers of what has ended, and what went wrong with each."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget what steps have begun to encode: they have failed."""
         ...
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:

@@ -124,9 +124,12 @@ def make_tier(config: EngineConfig, layout: Layout) -> "Tier | None":
 
 
 def tiered(execute: Execute, tier: "Tier | None", runner: Runner, ranks: Ranks = ALONE) -> Execute:
-    """`execute`, beside a tier of the runner's cache if there is one."""
-    if tier is None:
+    """`execute`, beside a tier of the runner's cache and its encoder of images, if there are any."""
+    if tier is None and runner.embeddings is None:
         return execute
-    from kvern.runner.tiered import TieredSteps
+    from kvern.runner.tiered import EncodedSteps, TieredSteps, computing
 
-    return TieredSteps(execute, tier, runner.caches, ranks).execute
+    execute = computing(execute)
+    if tier is not None:
+        execute = TieredSteps(execute, tier, runner.caches, ranks).execute
+    return execute if runner.embeddings is None else EncodedSteps(execute, runner.embeddings, ranks).execute

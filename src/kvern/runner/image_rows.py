@@ -1,10 +1,9 @@
-"""Rows of embeddings of the images of a batch's requests, encoded when a step first reads one."""
+"""Rows of embeddings of the images of a batch's requests: encoded as steps say, and kept where they say."""
 
-import itertools
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy
 import numpy.typing
@@ -12,9 +11,13 @@ import torch
 from torch import Tensor
 
 from kvern.attention.bidirectional import attend_once
+from kvern.cache.messages import EncodingStart, ImageMessage
 from kvern.device.text_batch import TextBatch
-from kvern.images.file import read_file
+from kvern.device.transfer import upload
+from kvern.errors import in_a_line
+from kvern.images.file import ImageFile
 from kvern.images.settings import ImageSettings
+from kvern.images.spans import spans_of
 from kvern.images.views import Grid
 from kvern.layers.step_context import Attend
 from kvern.models.vision import VisionTower
@@ -23,8 +26,6 @@ from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
 from kvern.spec.vision import VisionSpec
 
-MOST_BYTES = 256 << 20
-"""The limit of rows that are kept of images which nobody reads."""
 Numbers = numpy.typing.NDArray[numpy.int64]
 NOTHING: Numbers = numpy.empty(0, dtype=numpy.int64)
 
@@ -34,22 +35,22 @@ class RequestImages:
     """The images of a request.
 
     numbers    [T] of each token of the prompt the number of its row, -1: none
-    files      the files, and `counts` how many rows each has
+    keys       the names of the images, and `firsts` the number of the first row of each
     positions  [T, 3] the axes of each token of the prompt; None: they are its place in the text
     first      the place from which on all axes of a token are its place, shifted as the rows of the batch know
     """
 
     numbers: Numbers
-    files: Sequence[bytes]
-    counts: Sequence[int]
+    keys: Sequence[bytes]
+    firsts: Numbers
     positions: Numbers | None
     first: int = 0
 
     def after(self, computed: int) -> "RequestImages | None":
-        """What is left once so many tokens are computed: files only until the last token of an image is."""
+        """What is left once so many tokens are computed: images only until the last token of an image is."""
         if (self.numbers[computed:] >= 0).any():
             return self
-        return None if self.positions is None else RequestImages(NOTHING, (), (), self.positions, self.first)
+        return None if self.positions is None else RequestImages(NOTHING, (), NOTHING, self.positions, self.first)
 
     def turned_by(self, start: int, count: int) -> Numbers:
         """The axes `[count, 3]` of tokens of prompt and answer; those of the answer go on from the prompt's last."""
@@ -61,27 +62,98 @@ class RequestImages:
         return numpy.concatenate((known, numpy.repeat(later[:, None], 3, axis=1)))
 
 
+class EncodedRows(NamedTuple):
+    """The encoder of images, and the pool `[places, width]` for its rows."""
+
+    tower: VisionTower
+    pool: Tensor
+
+
 class ImageRows:
     """An EmbeddingSource of images. What is known is not encoded again.
 
-    Without a `tower`, in a pipeline stage after the first, it knows the tokens' positions alone.
+    Without an encoder, in a pipeline stage after the first, it knows the tokens' positions alone.
     """
 
-    def __init__(self, spec: VisionSpec, settings: ImageSettings, tower: VisionTower | None, rows: int) -> None:
+    def __init__(self, spec: VisionSpec, settings: ImageSettings, encoded: EncodedRows | None, rows: int) -> None:
         self._spec = spec
         self._settings = settings
-        self._tower = tower
+        self._encoder = encoded
         self._requests: list[RequestImages | None] = [None] * rows
-        self._known: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._encoding: dict[int, tuple[EncodingStart, Iterator[Tensor | None]]] = {}
+        """The images that are begun, by number, each with its rows after so many `None` as there are layers."""
+        self._names: dict[int, bytes] = {}
+        self._places: dict[bytes, Numbers] = {}
+        """The places of the rows of encoded images."""
         self.encoded = 0
         """The number of images that were encoded."""
+
+    # Encoding
+
+    def prepare(self, message: ImageMessage) -> list[tuple[int, str]]:
+        """Encode as a step says; returns the numbers of those that have ended, and what went wrong with each."""
+        if self._encoder is None:
+            return [(number, "") for number in message.ended]
+        failed: dict[int, str] = {}
+        for number in message.dropped:
+            self._encoding.pop(number, None)
+            self._places.pop(self._names.pop(number, b""), None)
+        for start in message.begun:
+            self._names[start.number] = start.key
+            self._encoding[start.number] = start, self._layers(start, self._encoder.tower)
+        for number, count in message.layers:
+            try:
+                self._compute(number, count)
+            except Exception as error:  # such as too little memory
+                self._encoding.pop(number, None)
+                failed[number] = f"an image cannot be encoded: {in_a_line(error)}"
+        return [(number, failed.get(number, "")) for number in {**dict.fromkeys(message.ended), **failed}]
+
+    @torch.inference_mode()
+    def _compute(self, number: int, count: int) -> None:
+        """Compute some layers of an image; after the last its rows are written."""
+        if number not in self._encoding:
+            return  # it has failed
+        start, layers = self._encoding[number]
+        for _ in range(count):
+            rows = next(layers)
+        if rows is not None:
+            assert self._encoder is not None
+            places = numpy.array(start.places)
+            self._encoder.pool[upload(start.places, torch.int64, rows.device)] = rows
+            self._places[start.key] = places
+            del self._encoding[number]
+            self.encoded += 1
+
+    def _layers(self, start: EncodingStart, tower: VisionTower) -> Iterator[Tensor | None]:
+        file, settings = ImageFile(b"", *start.size), self._settings
+        grids = settings.grids(file)
+        patches = torch.frombuffer(bytearray(start.pixels), dtype=torch.uint8)
+        patches = patches.view(sum(grid.cells for grid in grids), -1).to(tower.build.device)
+        for rows in tower.by_layers(self._normalized(patches), grids, partial(_attend, tower)):
+            yield None if rows is None else tower.in_order(rows, settings.order(file))
+
+    def _normalized(self, patches: Tensor) -> Tensor:
+        """Pixels `[P, channels * patch * patch]` of 0 to 255 as an encoder reads them."""
+        settings = self._settings
+        mean, deviation = (
+            torch.tensor(each, device=patches.device).repeat_interleave(settings.patch**2)
+            for each in (settings.mean, settings.deviation)
+        )
+        return (patches.float() * (1 / 255) - mean) / deviation
+
+    def abandon(self) -> None:
+        """Forget what is begun: the steps that were to go on with it have failed."""
+        self._encoding.clear()
+
+    # Rows of the batch
 
     def join(self, joined: Sequence[NewRequest]) -> None:
         """Rows of the batch have new requests."""
         for request in joined:
             prompt = request.spec.prompt
             images = self._images(prompt) if prompt.attachments else None
-            computed = request.num_computed_tokens if self._tower is not None else len(prompt)
+            computed = request.num_computed_tokens if self._encoder is not None else len(prompt)
             self._requests[request.slot] = None if images is None else images.after(computed)
 
     def fork(self, forked: Sequence[Fork]) -> None:
@@ -91,30 +163,29 @@ class ImageRows:
             self._requests[fork.slot] = images
 
     def _images(self, prompt: PromptInput) -> RequestImages:
-        files, is_image = prompt.attachments, numpy.array(prompt.token_ids) == self._spec.image_id
+        is_image = numpy.array(prompt.token_ids) == self._spec.image_id
         numbers = numpy.where(is_image, is_image.cumsum() - 1, -1)
-        read = [read_file(data, "an image") for data in files]
-        positions = axes_of(is_image, [self._settings.tokens(file) for file in read]) if self._spec.axes else None
-        counts = [self._settings.count(file) for file in read]
-        return RequestImages(numbers, files, counts, positions, prompt.turn[0])
+        spans = spans_of(prompt, self._settings, self._spec.image_id)
+        positions = axes_of(is_image, [self._settings.tokens(span.file) for span in spans]) if self._spec.axes else None
+        firsts = numpy.cumsum([0, *(span.rows for span in spans[:-1])])
+        return RequestImages(numbers, [span.key for span in spans], firsts, positions, prompt.turn[0])
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         """What images change in a step; None: nothing."""
-        given = [(None, NOTHING) if self._tower is None else self._wanted(item) for item in scheduled]
-        turned = self._spec.axes and any(self._is_turned(item) for item in scheduled)
-        if not turned and not any(len(numbers) for _, numbers in given):
+        if all(self._requests[item.slot] is None for item in scheduled):
             return None
-        source: list[int] = []
-        parts: list[Tensor] = []
-        for item, (images, numbers) in zip(scheduled, given, strict=True):
-            own = itertools.count(sum(map(len, parts)))
-            source += [next(own) if number >= 0 else -1 for number in numbers.tolist()]
-            source += [-1] * (item.count - len(numbers))
-            if images is not None and len(numbers):
-                parts.append(self._rows_of(images, numbers))
-        return StepEmbeddings(
-            source, torch.cat(parts) if parts else None, self._positions(scheduled) if turned else None
-        )
+        given = [self._places_of(item) for item in scheduled]
+        places = numpy.concatenate(given)
+        found = places >= 0
+        is_turned = self._spec.axes and any(self._is_turned(item) for item in scheduled)
+        if not is_turned and not found.any():
+            return None
+        rows = None
+        if self._encoder is not None and found.any():
+            pool = self._encoder.pool
+            rows = pool.index_select(0, upload(places[found].tolist(), torch.int64, pool.device))
+        source = numpy.where(found, found.cumsum() - 1, -1).tolist()
+        return StepEmbeddings(source, rows, self._positions(scheduled) if is_turned else None)
 
     def _is_turned(self, item: ScheduledTokens) -> bool:
         """Returns whether tokens of a row have axes of their own, which the rows of the batch do not know."""
@@ -130,43 +201,21 @@ class ImageRows:
             found.append(plain if images is None else images.turned_by(item.start, item.count))
         return torch.from_numpy(numpy.concatenate(found))
 
-    def _wanted(self, item: ScheduledTokens) -> tuple[RequestImages | None, Numbers]:
-        """The images of a row, and the numbers of the rows of its tokens; none if no token is an image's."""
+    def _places_of(self, item: ScheduledTokens) -> Numbers:
+        """The places `[count]` of the rows of a request's tokens; -1: a token has none."""
+        found = numpy.full(item.count, -1)
         images = self._requests[item.slot]
-        if images is not None and images.files:
+        if images is not None and images.keys:
             images = self._requests[item.slot] = images.after(item.start)
         if images is None or item.start >= len(images.numbers):
-            return None, NOTHING
+            return found
         numbers = images.numbers[item.start : item.start + item.count]
-        return (images, numbers) if (numbers >= 0).any() else (None, NOTHING)
-
-    def _rows_of(self, images: RequestImages, numbers: Numbers) -> Tensor:
-        wanted = numbers[numbers >= 0]
-        parts, first = [], 0
-        for data, count in zip(images.files, images.counts, strict=True):
-            inside = wanted[(wanted >= first) & (wanted < first + count)] - first
-            if len(inside):
-                parts.append(self._encoded(data)[torch.from_numpy(inside)])
-            first += count
-        return torch.cat(parts)
-
-    @torch.inference_mode()
-    def _encoded(self, data: bytes) -> Tensor:
-        """The rows of an image."""
-        tower = self._tower
-        assert tower is not None, "a stage after the first reads no images"
-        file = read_file(data, "an image")
-        name = file.digest
-        if name in self._known:
-            self._known.move_to_end(name)
-            return self._known[name]
-        pixels = torch.from_numpy(self._settings.normalized(self._settings.patches(file)))
-        rows = tower(pixels.to(tower.build.device), self._settings.grids(file), partial(_attend, tower))
-        self._known[name] = tower.in_order(rows, self._settings.order(file))
-        self.encoded += 1
-        while len(self._known) > 1 and sum(rows.nbytes for rows in self._known.values()) > MOST_BYTES:
-            self._known.popitem(last=False)
-        return self._known[name]
+        (tokens,) = numpy.nonzero(numbers >= 0)
+        which = numpy.searchsorted(images.firsts, numbers[tokens], side="right") - 1
+        for image in numpy.unique(which):
+            own = tokens[which == image]
+            found[own] = self._places[images.keys[image]][numbers[own] - images.firsts[image]]
+        return found
 
 
 def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]) -> Numbers:

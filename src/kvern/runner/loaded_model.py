@@ -67,6 +67,8 @@ class Runner(Protocol):
 
     caches: list[torch.Tensor]
     """Keys and values of each layer, [2, blocks, block_size, kv_heads, head_dim]."""
+    embeddings: "EmbeddingSource | None"
+    """What makes rows of embeddings for tokens; None: all tokens have ids alone."""
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""

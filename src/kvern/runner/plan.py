@@ -199,6 +199,11 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len or min(usual or spec.max_position_embeddings, spec.max_position_embeddings)
 
 
+def whole_prompt(config: EngineConfig, spec: ModelSpec) -> int:
+    """The most tokens of a prompt that one step computes whole; 0: prompts are computed in chunks."""
+    return 0 if config.chunked_prefill else resolve_max_model_len(config, spec)
+
+
 def lay_out(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> Layout:
     """Size the KV cache: what the batch can use, as far as the memory of the fullest rank goes beside its states.
 

@@ -61,6 +61,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self._decoder = model.decoder
         self._rows = model.rows
         self.caches = model.attention.caches
+        self.embeddings = model.embeddings
         self._ranks = loaded.ranks
         self._processors = loaded.processors
         self._make_grammars = loaded.grammars
@@ -184,6 +185,8 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         return False
 
     def abandon(self) -> None:
+        if self.model.embeddings is not None:
+            self.model.embeddings.abandon()
         if self._grammars is not None:
             self._grammars.abandon()
         if self._rows.device.type == "cuda":

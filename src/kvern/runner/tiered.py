@@ -6,11 +6,12 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
-from kvern.cache.messages import BlockLoad, BlockSave, TierIndex, TierMessage
+from kvern.cache.messages import BlockLoad, BlockSave, ImageMessage, TierIndex, TierMessage
 from kvern.config import EngineConfig
 from kvern.plugins import Plugins
 from kvern.ranks.ranks import Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.runner.cached_model import EmbeddingSource
 from kvern.runner.plan import Layout
 
 
@@ -91,11 +92,11 @@ class TieredSteps:
             self._counts.pop(number, None)
         if message is not None and message.saves:
             self._tier.save(self._caches, [replace(save, key=self._ranks.own(save.key)) for save in message.saves])
-        step = self._execute(output) if output.scheduled else _Nothing()
+        step = self._execute(output)
         if message is not None and message.loads:
             self._counts |= {load.load: NOT_ENDED for load in message.loads}
             self._tier.load(self._caches, [replace(load, key=self._ranks.own(load.key)) for load in message.loads])
-        return _Reported(step, self._finished()) if self._counts else step
+        return Reported(step, TierMessage.extension, self._finished()) if self._counts else step
 
     def _finished(self) -> list[tuple[int, int]]:
         """The loads that have ended on all ranks, with the least of their counts."""
@@ -106,21 +107,50 @@ class TieredSteps:
         return [pair for pair in zip(self._counts, counts, strict=True) if pair[1] != NOT_ENDED]
 
 
+class EncodedSteps:
+    """Runs steps through `execute`, after what they encode, and reports what has been."""
+
+    def __init__(self, execute: Callable[[SchedulerOutput], StepResult], source: EmbeddingSource, ranks: Ranks) -> None:
+        self._execute = execute
+        self._source = source
+        self._ranks = ranks
+
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        """Start a step, which may have nothing to compute. Raises what `execute` raises."""
+        message = output.message(ImageMessage)
+        if message is None:
+            return self._execute(output)
+        ended = self._source.prepare(message)
+        if self._ranks.rank and (failed := [error for _, error in ended if error]):
+            raise RuntimeError(failed[0])  # the first rank, which reports, does not know of it
+        return Reported(self._execute(output), ImageMessage.extension, ended)
+
+
+class Reported:
+    """A step's result, with the report of an extension."""
+
+    def __init__(self, step: StepResult, extension: str, report: object) -> None:
+        self._step = step
+        self._extension = extension
+        self._report = report
+
+    def result(self) -> ModelRunnerOutput:
+        output = self._step.result()
+        output.reports[self._extension] = self._report
+        return output
+
+
+def computing(execute: Callable[[SchedulerOutput], StepResult]) -> Callable[[SchedulerOutput], StepResult]:
+    """`execute`, unless there is nothing to compute."""
+
+    def compute(output: SchedulerOutput) -> StepResult:
+        return execute(output) if output.scheduled else _Nothing()
+
+    return compute
+
+
 class _Nothing:
     """The result of a step that computed nothing."""
 
     def result(self) -> ModelRunnerOutput:
         return ModelRunnerOutput([], [], [])
-
-
-class _Reported:
-    """A step's result, with the loads that have ended."""
-
-    def __init__(self, step: StepResult, ended: list[tuple[int, int]]) -> None:
-        self._step, self._ended = step, ended
-
-    def result(self) -> ModelRunnerOutput:
-        output = self._step.result()
-        if self._ended:
-            output.reports[TierMessage.extension] = self._ended
-        return output

@@ -48,6 +48,7 @@ from kvern.runner.plan import (
     Plan,
     ProbedDevice,
     resolve_max_model_len,
+    whole_prompt,
 )
 from kvern.runner.startup import Startup
 from kvern.spec.model import ModelSpec
@@ -328,15 +329,16 @@ class Worker:
         if vision is None:
             return None, None
         from kvern.images.settings import settings_of
+        from kvern.images.spans import places_for
         from kvern.models.vision import load_vision
-        from kvern.runner.image_rows import ImageRows
+        from kvern.runner.image_rows import EncodedRows, ImageRows
 
         if len(self._spec.layers) < len(vision.taps) and self._ranks.stage.is_first:
             raise ConfigError(
                 f"the first of {self._ranks.stage.count} pipeline stages has {len(self._spec.layers)} layers, and "
                 f"what is seen is added after {len(vision.taps)}: lower pipeline_parallel_size"
             )
-        settings, tower = settings_of(self._folder, vision), None
+        settings, encoded = settings_of(self._folder, vision), None
         if self._ranks.stage.is_first:
             with self._startup.stage("weights"):
                 options = LoadOptions(
@@ -348,7 +350,10 @@ class Worker:
                     quantization=config.quantization if self.device.type == "cpu" else None,
                 )
                 tower = load_vision(self._folder, vision, options)
-        return tower, partial(ImageRows, vision, settings, tower)
+            width = vision.projector.hidden * (1 + len(vision.taps))
+            places = places_for(settings, whole_prompt(config, self._whole))
+            encoded = EncodedRows(tower, torch.empty(places, width, dtype=tower.build.dtype, device=self.device))
+        return None if encoded is None else encoded.tower, partial(ImageRows, vision, settings, encoded)
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
         """The model as transformers computes it, which is found right; None: kvern does."""

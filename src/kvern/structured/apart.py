@@ -10,11 +10,10 @@ from collections import deque
 import msgspec
 
 from kvern.errors import InvalidParameter, ServerBusy
+from kvern.io.children import LENGTH, READY
 from kvern.structured.grammar import (
-    LENGTH,
     MOST_MEMORY,
     MOST_SECONDS,
-    READY,
     Grammars,
     GrammarSetup,
     GrammarVerdict,

@@ -25,10 +25,6 @@ MOST_SECONDS = 2.0
 """Limit of the computing time for one form, where processes compile."""
 MOST_MEMORY = 1 << 30
 """Limit of the bytes that such a process may allocate."""
-READY = b"\1"
-"""The first message of such a process."""
-LENGTH = 4
-"""The number of bytes of a message's length."""
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):

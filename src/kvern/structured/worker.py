@@ -8,51 +8,36 @@ and the server sees its socket close. No torch is imported.
 """
 
 import contextlib
-import os
-import resource
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from kvern.errors import InvalidParameter, KvernError
+from kvern.io.children import READY, fork_children, give_way, limit_memory, receive, send
 from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.compiler import compile_grammar
-from kvern.structured.grammar import LENGTH, MOST_MEMORY, MOST_SECONDS, READY, GrammarSetup, GrammarVerdict
+from kvern.structured.grammar import MOST_MEMORY, MOST_SECONDS, GrammarSetup, GrammarVerdict
 from kvern.structured.matchers import GrammarLibrary
 
 
 def main(descriptor: int) -> None:
     """Fork a child for every socket that arrives, until the server ends. All of them give way to engine and server."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the server decides
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are not waited for
-    os.nice(10)
+    give_way(10)
     with socket.socket(fileno=descriptor) as control:
         setup = msgspec.msgpack.decode(receive(control) or b"", type=GrammarSetup)
         library = GrammarLibrary(Path(setup.folder), setup.vocab_size)
         with contextlib.suppress(KvernError):  # of a vocabulary or a folder that is away, which every form then says
             _ = library.tokenizer
-        while True:
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if not descriptors:
-                return
-            with socket.socket(fileno=descriptors[0]) as connection:
-                if os.fork() == 0:
-                    try:
-                        control.close()
-                        serve(connection, library)
-                    finally:
-                        os._exit(0)
+        fork_children(control, partial(serve, library=library))
 
 
 def serve(connection: socket.socket, library: GrammarLibrary) -> None:
     """Compiles the forms that arrive, until the server closes the socket."""
-    used = os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[5])
-    resource.setrlimit(resource.RLIMIT_DATA, (used + MOST_MEMORY, used + MOST_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MOST_MEMORY)
     connection.sendall(READY)
     while (form := receive(connection)) is not None:
         signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)  # its signal ends the process
@@ -61,25 +46,7 @@ def serve(connection: socket.socket, library: GrammarLibrary) -> None:
         except InvalidParameter as error:
             verdict = GrammarVerdict(error=str(error))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        message = msgspec.msgpack.encode(verdict)
-        connection.sendall(len(message).to_bytes(LENGTH) + message)
-
-
-def receive(connection: socket.socket) -> bytes | None:
-    """Receives one message; None if the socket was closed."""
-    length = _exactly(connection, LENGTH)
-    return None if length is None else _exactly(connection, int.from_bytes(length))
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = []
-    while count:
-        part = connection.recv(count)
-        if not part:
-            return None
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+        send(connection, msgspec.msgpack.encode(verdict))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""The pool of rows of images, for an engine whose model reads them."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvern.config import EngineConfig
+from kvern.models.image_models import usable_vision
+from kvern.models.implementation import describe_model
+from kvern.models.loader import read_config
+from kvern.runner.plan import whole_prompt
+from kvern.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvern.cache.manager import MakeExtension
+    from kvern.images.views import Grid
+    from kvern.spec.vision import VisionSpec
+
+
+def vision_here(config: EngineConfig, folder: Path) -> "VisionSpec | None":
+    """The encoder of images that an engine uses; None: it reads text alone."""
+    return usable_vision(folder, read_config(folder), dummy=config.load_format == "dummy")
+
+
+def image_pool(config: EngineConfig, folder: Path) -> "MakeExtension | None":
+    """How the pool is made; None: the engine reads text alone."""
+    vision = vision_here(config, folder)
+    if vision is None:
+        return None
+    from kvern.cache.images import EncoderLimits, ImagePool
+    from kvern.images.settings import settings_of
+    from kvern.images.spans import places_for, spans_of
+    from kvern.runner.decoders import Decoders
+
+    settings = settings_of(folder, vision)
+    spec = describe_model(folder, read_config(folder), config.model_implementation)
+    limits = EncoderLimits(
+        spans=partial(spans_of, settings=settings, image_id=vision.image_id),
+        places=places_for(settings, whole_prompt(config, spec)),
+        layers=len(vision.tower.layers),
+        cost=partial(layer_cost, vision, spec),
+        whole=not config.chunked_prefill,
+    )
+    return partial(ImagePool, limits, Decoders(folder))
+
+
+def layer_cost(vision: "VisionSpec", spec: ModelSpec, pieces: "Sequence[Grid]") -> float:
+    """Returns about how many tokens the language model computes while the encoder computes a layer over an image.
+
+    A layer has 12 * hidden_size^2 weights, as those of most models, and a patch attends to all others of its piece.
+    """
+    width = vision.tower.hidden_size
+    weights = sum(piece.cells * (12 * width * width + 2 * piece.cells * width) for piece in pieces)
+    return weights / (12 * spec.hidden_size**2 * max(1, len(spec.layers)))
