@@ -50,9 +50,11 @@ PARTS_OF_FAMILIES = {
     "qwen3_5": {"axes"},
     "qwen2_vl": {"axes"},
     "qwen2_5_vl": {"axes", "windows"},
+    "gemma4": {"spans"},
+    "gemma4_e": set[str](),
 }
 """The parts of each family among `LEFT_OUT`."""
-LEFT_OUT: dict[str, Any] = {"axes": False, "taps": None, "windows": None, "bicubic": False}
+LEFT_OUT: dict[str, Any] = {"axes": False, "taps": None, "windows": None, "bicubic": False, "spans": False}
 """Fields of VisionSpec, and what they are where a part is left out; rows of taps are made, and not added."""
 
 
@@ -137,7 +139,8 @@ def test_answers_about_images_are_captured_steps(kind: str, folder: Path) -> Non
 def test_chunks_end_anywhere_within_an_image(kind: str, folder: Path) -> None:
     parts = ("what", picture(100, 60), "is", picture(60, 140), "this")
     images = [part for part in parts if not isinstance(part, str)]
-    for tokens in (1, 2, 3, 5, 7, 11):
+    longest = FAMILIES[kind].longest_span
+    for tokens in (longest, longest + 1, longest + 5, 2 * longest + 7) if longest else (1, 2, 3, 5, 7, 11):
         with engine(folder, max_batch_tokens=tokens, max_batch_requests=1) as llm:
             [output] = llm.chat(talk(*parts), PARAMS)
             check(kind, folder, output, images)
@@ -241,7 +244,7 @@ def test_bad_images_are_refused_by_their_place(llm: LLM) -> None:
 
 def test_images_do_not_fit_a_short_context(kind: str, folder: Path) -> None:
     with engine(folder, max_model_len=32) as llm, pytest.raises(InvalidRequest, match="32"):
-        llm.chat(talk(picture(140, 140), picture(140, 140), "what"), PARAMS)
+        llm.chat(talk(*[picture(140, 140)] * 3, "what"), PARAMS)
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +336,8 @@ def test_what_is_left_out_changes_answers(kind: str, folder: Path, monkeypatch: 
                 patch.setattr(EmbeddedTokens, "deepened", lambda self, layer, hidden, wanted: hidden)
             else:
                 other = replace(spec, **{part: LEFT_OUT[part]})
-                patch.setattr("kvern.models.image_models.vision_of", lambda _, other=other: other)
+                for module in ("kvern.models.image_models", "kvern.engine.inputs"):
+                    patch.setattr(f"{module}.vision_of", lambda _, other=other: other)
             with engine(folder) as llm:
                 [output] = llm.chat(talk("what", image, "is this"), PARAMS)
         expected = expected_logprobs(kind, folder, output.prompt_token_ids, [image])

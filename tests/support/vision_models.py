@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+
+from tests.support import gemma_vision
 
 TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.content is string -%}
 {{ message.content }}
@@ -34,6 +37,7 @@ class Family:
     """One kind of model. `special` tokens begin the vocabulary, and `mark` stands for an image in a prompt.
 
     `written` is what the chat template writes for an image; `unit` the pixels on a side that a token covers.
+    `longest_span`: the most tokens of an image that see each other.
     """
 
     config: Callable[[], Any]
@@ -42,6 +46,7 @@ class Family:
     mark: str
     written: str
     unit: int
+    longest_span: int = 0
 
     @property
     def image_id(self) -> int:
@@ -168,6 +173,23 @@ FAMILIES = {
     "qwen2_vl": Family(
         _qwen2_vl, _qwen2_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 28
     ),
+    "gemma4": Family(
+        partial(gemma_vision.gemma4, TEXT, use_bidirectional_attention="vision"),
+        gemma_vision.gemma4_processor,
+        gemma_vision.GEMMA4,
+        "<|image|>",
+        "<|image|>",
+        12,
+        gemma_vision.MOST_TOKENS,
+    ),
+    "gemma4_e": Family(
+        partial(gemma_vision.gemma4, TEXT, hidden_size_per_layer_input=16, num_kv_shared_layers=2),
+        gemma_vision.gemma4_processor,
+        gemma_vision.GEMMA4,
+        "<|image|>",
+        "<|image|>",
+        12,
+    ),
     "qwen2_5_vl": Family(
         _qwen2_5_vl, _qwen2_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 28
     ),
@@ -193,10 +215,11 @@ def make_vision_model(kind: str, folder: Path) -> Path:
                 parameter.mul_(6)
             elif not name.endswith(("A_log", "dt_bias")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        gemma_vision.set_buffers(model)
     model.save_pretrained(folder)
     settings = family.processor().to_dict()
-    kept = ("size", "image_mean", "image_std", "resample")
-    (folder / "preprocessor_config.json").write_text(json.dumps({name: settings[name] for name in kept}))
+    kept = {"size", "image_mean", "image_std", "resample", "max_soft_tokens", "pooling_kernel_size"} & settings.keys()
+    (folder / "preprocessor_config.json").write_text(json.dumps({name: settings[name] for name in sorted(kept)}))
     _save_tokenizer(family, folder)
     return folder
 
@@ -222,6 +245,8 @@ def expected_pixels(kind: str, image: Image.Image) -> Tensor:
     found = FAMILIES[kind].processor()(image, do_rescale=False, do_normalize=False, return_tensors="pt")
     if kind == "mistral3":
         pixels: Tensor = found["pixel_values"][0]
+    elif kind.startswith("gemma4"):
+        pixels = gemma_vision.gemma4_pixels(found)
     else:  # patches in the order of tokens: [rows, columns, in a row, in a column, channels, frames, pixels]
         _, high, wide = found["image_grid_thw"][0].tolist()
         side = int((found["pixel_values"].shape[1] // 6) ** 0.5)
@@ -249,6 +274,9 @@ def expected_logprobs(kind: str, folder: Path, token_ids: Sequence[int], images:
         for number, (each, (high, wide)) in enumerate(zip(found, sizes, strict=True)):
             pixels[number, :, :high, :wide] = each["pixel_values"][0]
         given = {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+    elif kind.startswith("gemma4") and images:
+        given = gemma_vision.gemma4_inputs(found)
+        given["mm_token_type_ids"] = (tokens == family.image_id).int()
     elif images:
         given = {name: torch.cat([each[name] for each in found]) for name in ("pixel_values", "image_grid_thw")}
         given["mm_token_type_ids"] = (tokens == family.image_id).int()

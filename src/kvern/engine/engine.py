@@ -45,7 +45,7 @@ class Engine:
             self.tokenizer = Tokenizer(folder, config.chat_template_kwargs)
         self.inputs = InputProcessor(
             self.tokenizer,
-            facts_of(config, self.spec, folder),
+            facts_of(config, self.spec, self.layout, folder),
             folder,
             RequestLimits(self.layout.max_model_len, self.layout.max_batch_requests),
             config,

@@ -115,9 +115,9 @@ def build_core(
     return core, spec, layout
 
 
-def facts_of(config: EngineConfig, spec: ModelSpec, folder: Path) -> ModelFacts:
+def facts_of(config: EngineConfig, spec: ModelSpec, layout: Layout, folder: Path) -> ModelFacts:
     """The facts of the model of an engine."""
-    return ModelFacts.of(spec, vision_here(config, folder) is not None)
+    return ModelFacts.of(spec, vision_here(config, folder) is not None, layout.max_batch_tokens)
 
 
 def make_dp_attention_core(

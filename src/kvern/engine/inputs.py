@@ -156,7 +156,17 @@ class InputProcessor:
             read = PromptInput(as_list(prompt))
         self._check_tokens(read.token_ids, len(read.attachments))
         _check_contents(read, self.model)
-        return self.images.checked(read) if self.model.reads_images else read
+        return self._checked_spans(self.images.checked(read)) if self.model.reads_images else read
+
+    def _checked_spans(self, prompt: PromptInput) -> PromptInput:
+        """The prompt, whose spans fit a step. Raises InvalidRequest."""
+        longest = max((end - first for first, end in prompt.spans), default=0)
+        if longest > self.model.longest_span:
+            raise InvalidRequest(
+                f"an image of the prompt has {longest} tokens, which see each other, and a step computes "
+                f"{self.model.longest_span} at most: raise max_batch_tokens"
+            )
+        return prompt
 
     def with_images(self, text: str | list[int], media: Mapping[str, Any]) -> PromptInput:
         """A prompt with images at its placeholders, as vLLM has it. Raises InvalidRequest."""
@@ -292,6 +302,8 @@ def _check_contents(prompt: PromptInput, model: ModelFacts) -> None:
         raise InvalidRequest(
             f"the prompt has {len(prompt.attachments)} attachments: this model reads nothing but tokens; leave them out"
         )
+    if prompt.spans:
+        raise InvalidRequest("the prompt has spans: images of the prompt alone have such; leave them out")
     last = -1
     for entry in prompt.block_keys:
         position, digest = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, b"")

@@ -16,6 +16,7 @@ from kvern.images.parts import bytes_of
 from kvern.images.settings import ImageSettings, settings_of
 from kvern.images.spans import LEAST_PLACES, places_for
 from kvern.request.request import PromptInput
+from kvern.request.spans import Spans
 from kvern.spec.vision import VisionSpec
 from kvern.text.tokenizer import Tokenizer
 
@@ -73,7 +74,18 @@ class ImageReader:
         if self.spec.axes:  # an image counts as many positions as its longer side
             turn = places[-1] + 1, sum(max(grid) - grid.cells for grid in map(self.settings.tokens, files))
         block_keys = tuple(sorted({**dict(prompt.block_keys), **keys}.items()))
-        return msgspec.structs.replace(prompt, block_keys=block_keys, turn=turn)
+        spans = self._spans(prompt.token_ids)
+        return msgspec.structs.replace(prompt, block_keys=block_keys, turn=turn, spans=spans)
+
+    def _spans(self, token_ids: Sequence[int]) -> Spans:
+        """The tokens of images that see each other."""
+        found: list[tuple[int, int]] = []
+        first = 0
+        for is_image, group in itertools.groupby(token_ids, self.spec.image_id.__eq__):
+            end = first + sum(1 for _ in group)
+            found += [(first, end)] if is_image and self.spec.spans else []
+            first = end
+        return tuple(found)
 
     def read(self, part: Mapping[str, Any], place: str) -> ImageFile:
         """Returns the image in a part of a message. Raises InvalidRequest."""

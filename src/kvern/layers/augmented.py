@@ -207,6 +207,7 @@ class PerLayerInputs(Module):
         self._ranks, held = build.ranks, outputs // build.ranks.size
         columns = self._ranks.share(held)
         self.table = table(spec.vocab_size, columns, scale, build, name="embed_tokens_per_layer")
+        self.table.padding = spec.padding
         self.projection = column(build.whole, model.hidden_size, {"per_layer_model_projection": outputs})
         self.norm = Norm(model.norm, spec.width, "per_layer_projection_norm", build)
         self.width, self._ops = spec.width, build.ops

@@ -1,5 +1,6 @@
 """Tables with a row for each token, and heads with a score for each."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -163,7 +164,18 @@ class Table(Loadable):
 
 
 class LookupTable(Embedding):
-    """A table that nothing is multiplied by."""
+    """A table that nothing is multiplied by. Of the tokens of `padding` all have the row of the first."""
+
+    padding: Sequence[int] = ()
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        super().load(part, tensor, first_row)
+        held = range(first_row, first_row + len(tensor))
+        if self.padding and self.padding[0] in held:
+            self._row = tensor[self.padding[0] - first_row, None].clone()
+        for token in self.padding[1:]:
+            if self.padding[0] in held or (token in held and self.padding[0] < first_row):
+                super().load(part, self._row, token)
 
     def _stored(self, stored: LinearFormat, shape: LinearShape, build: Build) -> LinearMethod:
         return stored.table(shape, build)

@@ -16,6 +16,7 @@ logger = logging.getLogger("kvern")
 VISION = {
     "qwen2_vl": "kvern.models.families.qwen2_vision:qwen2_vl",
     "qwen2_5_vl": "kvern.models.families.qwen2_vision:qwen2_5_vl",
+    "gemma4": "kvern.models.families.gemma4_vision:gemma4",
     "mistral3": "kvern.models.families.pixtral:mistral3",
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "kvern.models.families.qwen_vision:qwen3_vl"

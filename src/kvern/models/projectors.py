@@ -10,9 +10,10 @@ from torch import Tensor
 from kvern.images.views import Grid
 from kvern.layers.build import Build
 from kvern.layers.linear import column, row
-from kvern.layers.module import Module
+from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
-from kvern.spec.vision import MergingSpec, ProjectorSpec
+from kvern.spec.vision import MergingSpec, PoolingSpec, ProjectorSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
@@ -51,7 +52,51 @@ class MergingProjector(Module):
         return squares.permute(order).flatten(2).flatten(0, 1)
 
 
-PROJECTORS: Mapping[type, Callable[[Any, int, Build], Module]] = {MergingSpec: MergingProjector}
+class Standard(Loadable):
+    """The bias and the factor of each channel `[width]`."""
+
+    def __init__(self, width: int, build: Build) -> None:
+        super().__init__(build.path)
+        self.bias, self.factor = build.empty(width), build.empty(width)
+
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("std_bias", "std_scale"), tuple(self.bias.shape))
+
+    def load(self, part: str, tensor: Tensor, first_row: int = 0) -> None:
+        copy_rows(self.bias if part == "std_bias" else self.factor, tensor, first_row)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.bias.float()) * self.factor.float()
+
+
+class PoolingProjector(Module):
+    """The way from the states of patches to rows, in float32 up to the norm; see PoolingSpec."""
+
+    def __init__(self, spec: PoolingSpec, width: int, build: Build) -> None:
+        super().__init__()
+        self._spec = spec
+        self.standard = Standard(width, build) if spec.standard else Identity()
+        self.norm = Norm(spec.norm, width, "norm", build)
+        self.linear = column(build, width, {"linear": spec.hidden})
+
+    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        parts = torch.split(states, [grid.cells for grid in grids])
+        pooled = torch.cat([self._pooled(part, grid) for part, grid in zip(parts, grids, strict=True)])
+        scaled = self.standard(pooled.to(states.dtype).float() * self._spec.scale)
+        rows: Tensor = self.linear(self.norm(scaled.to(states.dtype)))
+        return rows
+
+    def _pooled(self, states: Tensor, grid: Grid) -> Tensor:
+        """The means of neighbours: `[tokens, width]` float32."""
+        size = self._spec.merge
+        squares = states.float().view(grid.rows // size, size, grid.columns // size, size, -1)
+        return squares.mean((1, 3)).flatten(0, 1)
+
+
+PROJECTORS: Mapping[type, Callable[[Any, int, Build], Module]] = {
+    MergingSpec: MergingProjector,
+    PoolingSpec: PoolingProjector,
+}
 """The projector of each kind of spec: called with the spec, the width of the states, and the build."""
 
 

@@ -1,5 +1,6 @@
 """The encoder of images: pixels of patches in, rows of embeddings for the language model out."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvern.models.checkpoint import read_headers
 from kvern.models.loader import LoadOptions, check_fits, filled_model, parse_dtype
 from kvern.models.projectors import projector
 from kvern.models.weighted import WeightedModel
+from kvern.plugins import imported
 from kvern.spec.model import ModelSpec
 from kvern.spec.vision import PatchRopeSpec, VisionSpec
 
@@ -97,6 +99,20 @@ class PositionTable(Module):
         return found[0].flatten(1).t()
 
 
+class AxisTables(Module):
+    """Learned positions of columns, and as many of rows, which are added."""
+
+    def __init__(self, count: int, width: int, build: Build) -> None:
+        super().__init__()
+        self._count = count
+        self.pos_embed = Table("pos_embed", 2 * count, width, build)
+
+    def forward(self, grids: Sequence[Grid]) -> Tensor:
+        """The positions of all patches, row by row: `[P, width]`."""
+        columns, rows = torch.split(self.pos_embed.weight, self._count)
+        return torch.cat([(rows[: grid.rows, None] + columns[: grid.columns]).flatten(0, 1) for grid in grids])
+
+
 class VisionTower(WeightedModel):
     """An encoder of images over a flat line of patches, each of which sees those of its own image."""
 
@@ -106,7 +122,7 @@ class VisionTower(WeightedModel):
         width = spec.tower.hidden_size
         self.patches = Patches(spec, build)
         self.patch_norm = Norm(spec.tower.norm, width, "patch_norm", build) if spec.patch_norm else Identity()
-        self.positions = PositionTable(spec.table, width, build, bicubic=spec.bicubic) if spec.table else None
+        self.positions = _positions(spec, build)
         self.ln_pre = Norm(spec.tower.norm, width, "ln_pre", build) if spec.first_norm else Identity()
         self.layers = nn.ModuleList(
             SequentialLayer(Places(index, 0), spec.tower, layer, build.at(f"layers.{index}"))
@@ -165,6 +181,15 @@ class VisionTower(WeightedModel):
         return torch.cat((rows, self.newline.weight))[torch.from_numpy(order).to(rows.device)]
 
 
+def _positions(spec: VisionSpec, build: Build) -> Module | None:
+    """The learned positions of patches."""
+    if not spec.table:
+        return None
+    if spec.by_axis:
+        return AxisTables(spec.table, spec.tower.hidden_size, build)
+    return PositionTable(spec.table, spec.tower.hidden_size, build, bicubic=spec.bicubic)
+
+
 def windows_of(grids: Sequence[Grid], side: int, device: torch.device) -> tuple[Tensor, list[int]]:
     """The order `[P]` in which patches stand window by window, and how many each window has; see WindowSpec."""
     orders: list[Tensor] = []
@@ -186,7 +211,7 @@ def _in_rows(states: Tensor, order: Tensor | None) -> Tensor:
 
 def check_weights(folder: Path, spec: VisionSpec) -> None:
     """Raises CorruptCheckpoint if the files of a folder lack weights of the encoder, by their headers."""
-    check_fits(VisionTower(spec, _build(torch.float32, LoadOptions(device="meta"))), folder, read_headers(folder))
+    check_fits(VisionTower(spec, _build(spec, torch.float32, LoadOptions(device="meta"))), folder, read_headers(folder))
 
 
 def load_vision(folder: Path, spec: VisionSpec, options: LoadOptions) -> VisionTower:
@@ -199,10 +224,13 @@ def load_vision(folder: Path, spec: VisionSpec, options: LoadOptions) -> VisionT
         return VisionTower(replace(spec, tower=tower), build)
 
     stored = None if options.load_format == "dummy" else read_headers(folder)
-    build = _build(parse_dtype(options.dtype), options)
+    build = _build(spec, parse_dtype(options.dtype), options)
     return filled_model(make, spec.tower, build, folder, stored)
 
 
-def _build(dtype: torch.dtype, options: LoadOptions) -> Build:
+def _build(spec: VisionSpec, dtype: torch.dtype, options: LoadOptions) -> Build:
     linear = linear_methods({}, Unquantized(), options.quantization)
+    if spec.clipped:
+        clipped = imported("kvern.formats.clipped:Clipped")(linear.default)
+        linear = replace(linear, rules=((re.compile(r"\.layers\."), clipped), *linear.rules))
     return Build(dtype, torch.device(options.device), 1, options.kernels, options.deterministic, linear=linear)

@@ -213,6 +213,8 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
 
     def _replay(self, step: PlannedStep) -> StepOutputs | None:
         """Start a step by a graph; None: there is none for it."""
+        if any(item.spans for item in step.scheduled):
+            return None
         for graphs in self._graphs:
             if step.embeddings is not None and not graphs.kind.takes_embeddings:
                 continue

@@ -117,6 +117,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, "StateMemory"
             and scheduled is planned
             and embeddings is None
             and not self.model.is_adapted(scheduled)
+            and not any(item.spans for item in scheduled)
         ):
             drafts = self._drafts(scheduled)
             scored = self._captured.score(scheduled)

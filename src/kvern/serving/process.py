@@ -105,7 +105,7 @@ def main(address: str, running: str, parent: int) -> int:
     gc.freeze()  # what is there now stays: collections need not look at it
     gc.enable()
     gpu = next(iter(layout.gpus), None)
-    facts = facts_of(config, spec, folder)
+    facts = facts_of(config, spec, layout, folder)
     cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
     most = layout.max_batch_requests
     socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.dp_attention_size)))

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The fields of a ModelSpec of these names, whether it is an encoder's, and whether images are read here."""
+    """The fields of a ModelSpec of these names, whether it is an encoder's, and whether images are read here.
+
+    `longest_span`: the most tokens of a span, as a step computes.
+    """
 
     vocab_size: int = 0
     generates: bool = True
@@ -19,8 +22,9 @@ class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     model_type: str = ""
     is_encoder: bool = False
     reads_images: bool = False
+    longest_span: int = 0
 
     @classmethod
-    def of(cls, spec: ModelSpec, reads_images: bool = False) -> ModelFacts:
+    def of(cls, spec: ModelSpec, reads_images: bool = False, longest_span: int = 0) -> ModelFacts:
         own = spec.vocab_size, spec.generates, spec.is_classifier, spec.model_type
-        return cls(*own, is_encoder=spec.encoder is not None, reads_images=reads_images)
+        return cls(*own, is_encoder=spec.encoder is not None, reads_images=reads_images, longest_span=longest_span)

@@ -165,12 +165,13 @@ class PerLayerSpec:
 
     They are rows of a table with `vocab_size` tokens, of which later ones take the first row, and a projection of the
     token's embedding. Behind its MLP each layer projects the residual to `width`, and multiplies the activation of
-    that by its input.
+    that by its input. `padding`: a token, then others that take its row.
     """
 
     width: int
     vocab_size: int
     activation: Activation
+    padding: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,20 @@ class MergingSpec:
     late: bool = False
 
 
-ProjectorSpec = MergingSpec
+@dataclass(frozen=True)
+class PoolingSpec:
+    """The way from the patches' states to rows `[N, hidden]`: the mean of `merge` x `merge` patches times `scale`,
+    which a bias and a factor of each channel make `standard`, a norm, and a matrix.
+    """
+
+    hidden: int
+    merge: int
+    norm: "NormSpec"
+    scale: float = 1.0
+    standard: bool = False
+
+
+ProjectorSpec = MergingSpec | PoolingSpec
 """The kinds of projectors."""
 
 
@@ -93,6 +106,9 @@ class VisionSpec:
     taps       in the order of layers; the rows of the n-th are added to the states of tokens after the n-th layer
                of the language model
     newline    the encoder has a row that ends lines of tokens
+    by_axis    positions are the sum of those of a column and of a row, each out of a table of so many
+    clipped    products of the layers have bounds
+    spans      the tokens of an image see each other, in those layers of the language model that have spans
     settings   `module:function`, which makes ImageSettings of the folder's image processor and this spec
     """
 
@@ -113,6 +129,9 @@ class VisionSpec:
     axes: bool = False
     taps: tuple[TapSpec, ...] = ()
     newline: bool = False
+    by_axis: bool = False
+    clipped: bool = False
+    spans: bool = False
 
     @property
     def merge(self) -> int:

@@ -1,4 +1,4 @@
-"""Gemma 4 (text): two head sizes, shared KV caches, per-layer inputs, experts in addition to the MLP."""
+"""Gemma 4's language model: two head sizes, shared KV caches, per-layer inputs, experts in addition to the MLP."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -115,7 +115,8 @@ def _layer(config: Config, kind: str, settings: Mapping[str, Any], owner: int | 
     ropes = config.get("rope_parameters") or _ROPES
     own = {**config, "rope_parameters": {kind: ropes[kind]}, **settings}
     keys_are_values = bool(config.get("attention_k_eq_v")) and kind == "full_attention"
-    attention = replace(read_attention(own, scale=1.0), keys_are_values=keys_are_values, cache_of=owner)
+    spans = kind == "sliding_attention" and config.get("use_bidirectional_attention") == "vision"
+    attention = replace(read_attention(own, scale=1.0), keys_are_values=keys_are_values, cache_of=owner, spans=spans)
     mlp = read_mlp(own, activation=read_activation(config))
     if owner is not None and config.get("use_double_wide_mlp"):
         mlp = replace(mlp, width=2 * mlp.width)
@@ -140,6 +141,11 @@ def _per_layer(config: Config) -> PerLayerSpec | None:
 
 
 def gemma4(config: Config) -> ModelSpec:
-    """The language model of the published checkpoints; images, videos and sounds are not read."""
-    spec = gemma4_text(text_config(config, "gemma4_text"))
+    """The language model of the published checkpoints, without its encoders."""
+    text = text_config(config, "gemma4_text")
+    spec = gemma4_text(text)
+    if (per_layer := spec.additions.per_layer) is not None:
+        media = [config.get(f"{kind}_token_id") for kind in ("image", "video", "audio")]
+        padding = (int(text.get("pad_token_id") or 0), *sorted(filter(None, media)))
+        spec = replace(spec, additions=replace(spec.additions, per_layer=replace(per_layer, padding=padding)))
     return text_part(config, spec, "vision_tower", "embed_vision", "audio_tower", "embed_audio")
