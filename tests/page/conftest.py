@@ -1,5 +1,6 @@
 """One server and one browser for all tests of the chat page."""
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 
@@ -32,8 +33,8 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def page(browser: Browser, server: Served) -> Iterator[Page]:
+@contextlib.contextmanager
+def watched(browser: Browser, server: Served) -> Iterator[Page]:
     """The page, as somebody sees it who has typed the key; nothing may go wrong in it or leave the server."""
     with opened(browser) as context:
         page = context.new_page()
@@ -45,4 +46,10 @@ def page(browser: Browser, server: Served) -> Iterator[Page]:
         page.goto(address(server))
         yield page
         assert not [text for text in wrong if not any(known in text for known in ANSWERED)]
-        assert all(url.startswith((address(server), f"blob:{address(server)}")) for url in asked)
+        assert all(url.startswith((address(server), f"blob:{address(server)}", "data:image/")) for url in asked)
+
+
+@pytest.fixture
+def page(browser: Browser, server: Served) -> Iterator[Page]:
+    with watched(browser, server) as page:
+        yield page

@@ -32,7 +32,7 @@ def test_the_browser_is_told_to_load_nothing_from_outside(page: Page) -> None:
     answer = page.reload()
     assert answer is not None
     policy = answer.headers["content-security-policy"]
-    assert policy.startswith("default-src 'self'; style-src 'self';")
+    assert policy.startswith("default-src 'self'; style-src 'self'; img-src 'self' data:;")
     assert "unsafe" not in policy
 
 

@@ -289,7 +289,9 @@ def test_a_model_of_a_path_is_shown_by_its_last_part(page: Page) -> None:
 def test_text_files_go_along(page: Page) -> None:
     files: Any = page.get_by_label("Text files", exact=True)
     files.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x00\xff"})
-    expect(page.get_by_role("alert")).to_contain_text("a.png was left out: it is no text in UTF-8")
+    expect(page.get_by_role("alert")).to_contain_text("a.png was left out: kvern-1m reads no pictures")
+    files.set_input_files({"name": "a.bin", "mimeType": "application/x", "buffer": b"\xff\x00"})
+    expect(page.get_by_role("alert")).to_contain_text("a.bin was left out: it is no text in UTF-8")
     files.set_input_files({"name": "big.txt", "mimeType": "text/plain", "buffer": b"a" * 1_100_000})
     expect(page.get_by_role("alert")).to_contain_text("big.txt was left out")
     files.set_input_files({"name": "long.txt", "mimeType": "text/plain", "buffer": b"hello " * 2100})

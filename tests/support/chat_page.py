@@ -86,6 +86,8 @@ class Script:
         self._page.evaluate("delta => script.say(delta)", ({"content": text} if text else {}) | more)
 
     def end(self) -> None:
+        """End the answer, once it has been asked for."""
+        self._page.wait_for_function("() => Boolean(script.end)")
         self._page.evaluate("script.end()")
 
     def lose(self) -> None:

@@ -1,4 +1,5 @@
 // One answer: what is sent for it, what comes, and how fast.
+import { dataOf } from "./pictures.js";
 import { chat } from "./server.js";
 import { parameters, settings } from "./settings.js";
 
@@ -11,12 +12,21 @@ function fenced({ name, text }) {
   return `${name}\n${marks}\n${text}\n${marks}`;
 }
 
-const content = ({ files, question }) => [...(files ?? []).map(fenced), question].filter(Boolean).join("\n\n");
+/** A text, or where there are pictures these as parts before it. Raises an Error for one that is gone. */
+async function content({ files, question }) {
+  const [texts, parts] = [[], []];
+  for (const file of files ?? [])
+    if (file.picture) parts.push({ type: "image_url", image_url: { url: await dataOf(file) } });
+    else texts.push(fenced(file));
+  const text = [...texts, question].filter(Boolean).join("\n\n");
+  if (!parts.length) return text;
+  return text ? [...parts, { type: "text", text }] : parts;
+}
 
 /** The messages that a turn asks with: results of calls, and a question. */
-function asked({ question, files, results }) {
+async function asked({ question, files, results }) {
   const told = (results ?? []).map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result }));
-  return question == null ? told : [...told, { role: "user", content: content({ files, question }) }];
+  return question == null ? told : [...told, { role: "user", content: await content({ files, question }) }];
 }
 
 function said({ answer, thinking, calls }) {
@@ -30,13 +40,13 @@ const isAnswered = (turn) => Boolean(turn.answer || turn.calls?.length);
 
 /**
  * The body of a request for `turn`, the turns before it being `earlier`. Settings left empty are not sent: the server's
- * defaults hold. With `goOn` the answer goes on with what the turn has.
+ * defaults hold. With `goOn` the answer goes on with what the turn has. Rejects with an Error that says what cannot be sent.
  */
-export function body(earlier, turn, goOn = false) {
+export async function body(earlier, turn, goOn = false) {
   const { system, ...others } = settings.value;
   const messages = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const one of earlier.filter(isAnswered)) messages.push(...asked(one), said(one));
-  messages.push(...asked(turn));
+  for (const one of earlier.filter(isAnswered)) messages.push(...(await asked(one)), said(one));
+  messages.push(...(await asked(turn)));
   const how = goOn ? { continue_final_message: true, add_generation_prompt: false } : {};
   if (goOn) messages.push(said(turn));
   return { ...(turn.model && { model: turn.model }), messages, ...parameters(others), ...how };

@@ -45,9 +45,9 @@ async function run(begun, goOn) {
   const saving = setInterval(() => keepTurn(turn), SAVED);
   let ended;
   try {
-    ended = await stream(body(earlier, turn, goOn), abort.signal, turn, change);
+    ended = await stream(await body(earlier, turn, goOn), abort.signal, turn, change);
   } catch (error) {
-    ended = { state: "failed", error: error.message }; // the settings cannot be sent
+    ended = { state: "failed", error: error.message }; // the settings or a picture cannot be sent
   }
   clearInterval(saving);
   requests.delete(turn.id);

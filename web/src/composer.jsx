@@ -4,15 +4,17 @@ import { body } from "./answer.js";
 import { ask, isRunning, stop } from "./asking.js";
 import { load, store } from "./browser.js";
 import { readFiles } from "./files.js";
-import { Attach, Send, Settings, Stop } from "./icons.jsx";
+import { Attach, Picture, Send, Settings, Stop } from "./icons.jsx";
 import { library } from "./library.js";
 import { ModelChoice, Options } from "./options.jsx";
 import { IconButton, fit, onEnter } from "./parts.jsx";
+import { FORMATS } from "./pictures.js";
 import { countTokens, server } from "./server.js";
-import { countSet, modelInUse, settings } from "./settings.js";
+import { countSet, modelInUse, sees, settings } from "./settings.js";
 import { Files } from "./turn.jsx";
 
 const LONG = 2000; // characters of a draft, from which its tokens are counted before it is sent
+const MOST_SENT = 4 * 1024 * 1024; // characters of pictures, beyond which the request itself tells whether it fits
 const PAUSE = 400; // milliseconds without a change before they are
 
 export function Composer({ turns, field }) {
@@ -28,18 +30,27 @@ export function Composer({ turns, field }) {
   useLayoutEffect(() => fit(field.current), [draft]);
   useLayoutEffect(() => store("draft", draft, "sessionStorage"), [draft]);
 
-  const attach = async (chosen) => {
-    setRefused("");
-    try {
-      setFiles(await readFiles(chosen, files));
-    } catch (error) {
-      setRefused(error.message);
-    }
+  const [reading, sending] = [useRef(Promise.resolve()), useRef(false)];
+  const newest = useRef(files);
+  newest.current = files;
+  const attach = (chosen) => {
+    const read = async () => {
+      const found = await readFiles(chosen, newest.current, turns.flatMap((turn) => turn.files ?? []));
+      newest.current = found.files;
+      setFiles(found.files);
+      setRefused(found.refused);
+    };
+    reading.current = reading.current.then(read);
   };
   const send = async () => {
-    if (running || overflow || !(draft.trim() || files.length)) return;
+    if (sending.current) return;
+    sending.current = true;
+    await reading.current.then(sendRead).finally(() => (sending.current = false));
+  };
+  const sendRead = async () => {
+    if (running || overflow || !(draft.trim() || newest.current.length)) return;
     if (counted == null && (await count()) >= most) return;
-    ask(draft.trim(), files);
+    ask(draft.trim(), newest.current);
     setDraft("");
     setFiles([]);
     setRefused("");
@@ -92,7 +103,8 @@ export function Composer({ turns, field }) {
         <div class="row">
           <ModelChoice />
           <OptionsButton />
-          <AttachButton attach={attach} />
+          <AttachButton attach={attach} label="Attach text files" name="Text files" icon={<Attach />} />
+          {sees() && <AttachButton attach={attach} label="Attach pictures" name="Pictures" icon={<Picture />} accept={FORMATS.join()} />}
           {running ? (
             <button type="button" class="main" aria-label="Stop" title="Stop (Escape)" onClick={() => stop(last)}>
               <Stop />
@@ -121,10 +133,11 @@ export function Composer({ turns, field }) {
 function useCount(turns, draft, files) {
   const [counted, setCounted] = useState(null);
   const count = async (signal) => {
-    if (files.length === 0 && draft.length <= LONG) return null;
+    const sent = [...turns, { files }].flatMap((turn) => turn.files ?? []).reduce((sum, { characters = 0 }) => sum + characters, 0);
+    if ((files.length === 0 && draft.length <= LONG) || sent > MOST_SENT) return null;
     try {
       const asked = { question: draft.trim(), files, model: modelInUse()?.id };
-      const found = await countTokens(body(turns, asked), signal);
+      const found = await countTokens(await body(turns, asked), signal);
       setCounted(found);
       return found;
     } catch {
@@ -169,17 +182,18 @@ function useDropping(attach) {
   return over;
 }
 
-function AttachButton({ attach }) {
+function AttachButton({ attach, label, name, icon, accept }) {
   const input = useRef(null);
   return (
     <>
-      <IconButton label="Attach text files" icon={<Attach />} onClick={() => input.current.click()} />
+      <IconButton label={label} icon={icon} onClick={() => input.current.click()} />
       <input
         ref={input}
         type="file"
         multiple
         hidden
-        aria-label="Text files"
+        accept={accept}
+        aria-label={name}
         onChange={({ currentTarget }) => {
           attach([...currentTarget.files]);
           currentTarget.value = "";

@@ -3,20 +3,28 @@
 //
 // conversation: id, title, created, changed, leaf (the last turn of the branch that was seen last)
 // turn:         id, conversation, parent (null for a first one), and what was asked and answered
+// picture:      id, conversation, data (a data URL)
 
-const [CONVERSATIONS, TURNS] = ["conversations", "turns"];
+const [CONVERSATIONS, TURNS, PICTURES] = ["conversations", "turns", "pictures"];
+const STORES = [CONVERSATIONS, TURNS, PICTURES];
 let opened = null;
 
 /** What there is to read and write with: IndexedDB's database, or null where the browser has none. */
 function database() {
   opened ??= new Promise((resolve) => {
     try {
-      const request = indexedDB.open("kvern", 1);
-      request.onupgradeneeded = () => {
-        request.result.createObjectStore(CONVERSATIONS, { keyPath: "id" });
-        request.result.createObjectStore(TURNS, { keyPath: "id" }).createIndex("conversation", "conversation");
+      const request = indexedDB.open("kvern", 2);
+      request.onupgradeneeded = ({ oldVersion }) => {
+        const make = (name) => request.result.createObjectStore(name, { keyPath: "id" });
+        if (oldVersion < 1) make(CONVERSATIONS);
+        if (oldVersion < 1) make(TURNS).createIndex("conversation", "conversation");
+        make(PICTURES).createIndex("conversation", "conversation");
       };
-      request.onsuccess = () => resolve(request.result);
+      request.onsuccess = () => {
+        request.result.onversionchange = () => request.result.close(); // a newer page's tab waits for that
+        resolve(request.result);
+      };
+      request.onblocked = () => dispatchEvent(new Event("databaseblocked"));
       request.onerror = () => resolve(null);
     } catch {
       resolve(null);
@@ -27,7 +35,7 @@ function database() {
 
 export const isKept = async () => (await database()) !== null;
 
-const memory = { [CONVERSATIONS]: new Map(), [TURNS]: new Map() };
+const memory = Object.fromEntries(STORES.map((name) => [name, new Map()]));
 const inMemory = (name) => ({
   get: async (id) => structuredClone(memory[name].get(id)),
   all: async () => structuredClone([...memory[name].values()]),
@@ -50,17 +58,17 @@ const inDatabase = (store) => ({
   remove: (id) => store.delete(id),
 });
 
-/** Runs `work` on both stores in one transaction, which is as a whole or not at all, and returns what it returns. */
+/** Runs `work` on all stores in one transaction, which is as a whole or not at all, and returns what it returns. */
 async function transaction(mode, work) {
   const open = await database();
-  if (!open) return work(inMemory(CONVERSATIONS), inMemory(TURNS));
-  const running = open.transaction([CONVERSATIONS, TURNS], mode);
+  if (!open) return work(...STORES.map(inMemory));
+  const running = open.transaction(STORES, mode);
   const ended = new Promise((resolve, reject) => {
     running.oncomplete = resolve;
     running.onabort = () => reject(running.error);
   });
   try {
-    const found = await work(inDatabase(running.objectStore(CONVERSATIONS)), inDatabase(running.objectStore(TURNS)));
+    const found = await work(...STORES.map((name) => inDatabase(running.objectStore(name))));
     await ended;
     return found;
   } catch (error) {
@@ -75,12 +83,14 @@ const writing = (work) => transaction("readwrite", work);
 
 export const conversations = () => reading((all) => all.all());
 export const turn = (id) => reading((_, turns) => turns.get(id));
+export const picture = (id) => reading((_, __, pictures) => pictures.get(id));
+export const pictures = () => reading((_, __, all) => all.all());
 export const turnsOf = (id) => reading((_, turns) => turns.of(id));
 export const everything = () => reading(async (all, turns) => ({ conversations: await all.all(), turns: await turns.all() }));
 
-/** Adds conversations and turns, and leaves those alone that are there. Returns how many conversations were new. */
+/** Adds conversations, turns and pictures, and leaves those alone that are there. Returns how many conversations were new. */
 export const add = (added) =>
-  writing(async (all, turns) => {
+  writing(async (all, turns, pictures) => {
     let count = 0;
     for (const one of added.conversations) {
       if (await all.get(one.id)) continue;
@@ -88,6 +98,7 @@ export const add = (added) =>
       count += 1;
     }
     for (const one of added.turns) if (!(await turns.get(one.id))) turns.put(one);
+    for (const one of added.pictures) if (!(await pictures.get(one.id))) pictures.put(one);
     return count;
   });
 
@@ -98,13 +109,14 @@ export const change = (id, fields) =>
     if (found) all.put({ ...found, ...fields });
   });
 
-/** Writes a turn that begins as the leaf of its conversation, which is new or, for null, there. */
-export const begin = (one, conversation) =>
-  writing(async (all, turns) => {
+/** Writes a turn that begins as the leaf of its conversation, which is new or, for null, there, and its new pictures. */
+export const begin = (one, conversation, added = []) =>
+  writing(async (all, turns, pictures) => {
     const found = conversation ?? (await all.get(one.conversation));
     if (!found) return;
     all.put({ ...found, changed: one.saved, leaf: one.id });
     turns.put(one);
+    for (const picture of added) pictures.put(picture);
   });
 
 /** Writes a turn as far as it has come. That of a deleted conversation is left out. */
@@ -115,17 +127,25 @@ export const save = (one) =>
 
 /** Removes a conversation and returns what `add` brings back. */
 export const remove = (id) =>
-  writing(async (all, turns) => {
-    const removed = { conversations: [await all.get(id)].filter(Boolean), turns: await turns.of(id) };
-    for (const one of removed.turns) turns.remove(one.id);
+  writing(async (all, ...parts) => {
+    const [turns, pictures] = await removeOf(parts, (store) => store.of(id));
+    const removed = { conversations: [await all.get(id)].filter(Boolean), turns, pictures };
     all.remove(id);
     return removed;
   });
 
 export const removeAll = () =>
-  writing(async (all, turns) => {
-    const removed = { conversations: await all.all(), turns: await turns.all() };
-    for (const one of removed.turns) turns.remove(one.id);
-    for (const one of removed.conversations) all.remove(one.id);
-    return removed;
+  writing(async (...stores) => {
+    const [conversations, turns, pictures] = await removeOf(stores, (store) => store.all());
+    return { conversations, turns, pictures };
   });
+
+/** Removes of each store what `find` finds there, and returns it. */
+async function removeOf(stores, find) {
+  const found = [];
+  for (const store of stores) {
+    found.push(await find(store));
+    for (const one of found.at(-1)) store.remove(one.id);
+  }
+  return found;
+}

@@ -23,6 +23,7 @@ export const Later = icon("M9 5l7 7-7 7");
 export const Light = icon("M12 16.500a4.5 4.5 0 1 0 0-9 4.5 4.5 0 0 0 0 9M12 2v2.500M12 19.500V22M2 12h2.500M19.5 12H22M5 5l1.7 1.700M17.3 17.300L19 19M19 5l-1.7 1.700M6.7 17.300L5 19");
 export const List = icon("M4 4h16v16H4zM9.5 4v16");
 export const New = icon("M12 5v14M5 12h14");
+export const Picture = icon("M4 5h16v14H4zM4 16l5-5 5 5 2.500-2.500L20 17M15.5 10.500a1.5 1.5 0 1 0 0-3 1.5 1.5 0 0 0 0 3");
 export const Remove = icon("M4 7h16M9 7V4h6v3M6 7l1 13h10l1-13M10 11v5M14 11v5");
 export const Former = icon("M15 5l-7 7 7 7");
 export const Send = icon("M12 19V5M5 12l7-7 7 7");

@@ -1,6 +1,7 @@
 // The conversations of this browser, the open one, and what has to be said about them. Tabs tell one another of changes.
 import { download, newId, store, takeAll } from "./browser.js";
 import * as database from "./database.js";
+import { FORMATS, recordsOf } from "./pictures.js";
 import { observable } from "./state.js";
 import { branch, newestLeaf } from "./tree.js";
 
@@ -52,6 +53,7 @@ export const address = (id) => (id ? `#chat/${id}` : "#chat");
 
 /** Opens the conversation of the address, once at the start and whenever it changes. */
 export async function start() {
+  addEventListener("databaseblocked", () => notify("Close this page's other tabs: they hold the conversations in an older form."));
   channel?.addEventListener("message", ({ data }) => hear(data));
   addEventListener("hashchange", () => location.hash.startsWith("#chat") && named() !== library.value.open && open(named()));
   addEventListener("pagehide", () => [...live.values()].forEach(leave));
@@ -152,7 +154,7 @@ export function addTurn(turn) {
 }
 
 async function storeAdded(turn, begun) {
-  await written(database.begin(turn, begun));
+  await written(database.begin(turn, begun, recordsOf(turn)));
   await reload();
   tell({ conversation: turn.conversation, turn: turn.id });
 }
@@ -246,9 +248,11 @@ function extract(text, at) {
 /** Hands over all conversations as a JSON file. */
 export async function exportAll() {
   const all = await database.everything();
-  const whole = newestFirst(all.conversations).map((one) => ({ ...one, turns: all.turns.filter((turn) => turn.conversation === one.id) }));
-  const text = JSON.stringify({ format: FORMAT, version: 1, conversations: whole }, null, 1);
-  download(`kvern-${new Date().toISOString().slice(0, 10)}.json`, text, "application/json");
+  const pictures = await database.pictures();
+  const of = (list, { id }) => list.filter(({ conversation }) => conversation === id);
+  const whole = newestFirst(all.conversations).map((one) => ({ ...one, turns: of(all.turns, one), pictures: of(pictures, one) }));
+  const content = { format: FORMAT, version: 1, conversations: whole };
+  download(`kvern-${new Date().toISOString().slice(0, 10)}.json`, JSON.stringify(content, null, 1), "application/json");
 }
 
 /** Adds the conversations of an exported file. What is here already stays as it is. */
@@ -272,8 +276,8 @@ export async function importFrom(file) {
 /** The records of an exported file. Raises an Error that says why it is none. */
 function read(content) {
   if (content?.format !== FORMAT || !Array.isArray(content.conversations)) throw new Error("it is no export of this page");
-  const found = { conversations: [], turns: [] };
-  for (const { turns, ...one } of content.conversations) {
+  const found = { conversations: [], turns: [], pictures: [] };
+  for (const { turns, pictures = [], ...one } of content.conversations) {
     const name = String(one.title ?? "Conversation");
     if (!ID.test(one.id) || !Array.isArray(turns)) throw new Error(`“${name}” in it has no id or no turns`);
     const [created, changed] = [Number(one.created) || 0, Number(one.changed) || 0];
@@ -281,6 +285,10 @@ function read(content) {
     for (const turn of turns) {
       if (!ID.test(turn?.id)) throw new Error(`a turn of “${name}” has no id`);
       found.turns.push({ ...readTurn(turn), conversation: one.id });
+    }
+    for (const { id, data } of pictures) {
+      if (!ID.test(id) || !DATA.test(data)) throw new Error(`a picture of “${name}” has no id or no data`);
+      found.pictures.push({ id, conversation: one.id, data });
     }
     if (goesRound(turns)) throw new Error(`turns of “${name}” follow one another in a circle`);
   }
@@ -297,9 +305,17 @@ function goesRound(turns) {
 }
 
 const ID = /^\w{1,64}$/;
+const DATA = new RegExp(`^data:(${FORMATS.join("|")});base64,[A-Za-z0-9+/]+=*$`);
 const text = (value) => (typeof value === "string" ? value : "");
 const texts = (list, ...names) =>
   Array.isArray(list) ? list.map((one) => Object.fromEntries(names.map((name) => [name, text(one?.[name])]))) : [];
+
+function readFile(file) {
+  const { picture, width, height, characters, from } = file ?? {};
+  if (!ID.test(picture)) return { name: text(file?.name), text: text(file?.text) };
+  const sizes = { width: Number(width) || 0, height: Number(height) || 0, characters: Number(characters) || 0 };
+  return { name: text(file.name), picture, ...sizes, ...(from && { from: text(from) }) };
+}
 
 /** What the page knows of a turn, each field of its type. */
 function readTurn(turn) {
@@ -307,7 +323,7 @@ function readTurn(turn) {
   return {
     ...{ id, parent: parent ?? null, asked: asked ?? id, created: Number(turn.created) || 0, model: text(model) },
     question: typeof turn.question === "string" ? turn.question : null,
-    files: texts(turn.files, "name", "text"),
+    files: Array.isArray(turn.files) ? turn.files.map(readFile) : [],
     results: texts(turn.results, "id", "name", "result"),
     answer: text(turn.answer),
     thinking: text(turn.thinking),

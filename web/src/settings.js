@@ -39,6 +39,9 @@ export function thinks() {
   return server.value.facts[model?.parent ?? model?.id]?.capabilities?.includes("thinking") ?? false;
 }
 
+/** Whether the model reads pictures, as the server says. */
+export const sees = () => modelInUse()?.architecture?.input_modalities?.includes("image") ?? false;
+
 const isOffered = (name) => thinks() || !CHOICES.some((choice) => choice.name === name);
 
 /** What the settings add to a request. Raises an Error that says which of them is no JSON. */

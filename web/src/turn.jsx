@@ -6,6 +6,7 @@ import { modelName, number, seconds } from "./format.js";
 import { Again, Close, Edit, File, Former, GoOn, Later } from "./icons.jsx";
 import { showBranch } from "./library.js";
 import { CopyButton, IconButton, fit, onEnter } from "./parts.jsx";
+import { dataOf, pixels } from "./pictures.js";
 import { memo } from "./state.js";
 
 /** `questions` and `answers` are the versions of the turn, itself among them; `isLast` of the branch. */
@@ -67,25 +68,52 @@ function Question({ turn, questions }) {
   );
 }
 
-/** The files that were sent with a question. Each opens to show its text. */
+/** The files that were sent with a question. Each opens to show its text, or its picture in full. */
 export function Files({ files, remove = null }) {
   if (!files?.length) return null;
   return (
     <ul class="files" aria-label="Files">
       {files.map((file, index) => (
-        <li key={index}>
-          <details>
-            <summary title={`Show ${file.name}`}>
-              <File />
-              <span class="name">{file.name}</span>
-              <span class="size">{size(file.text.length)}</span>
-            </summary>
-            <pre tabIndex={0}>{file.text}</pre>
-          </details>
+        <li key={file.picture ?? index}>
+          {file.picture ? <Picture file={file} /> : <Text file={file} />}
           {remove && <IconButton label={`Take ${file.name} away`} icon={<Close />} onClick={() => remove(index)} />}
         </li>
       ))}
     </ul>
+  );
+}
+
+function Text({ file }) {
+  return (
+    <details>
+      <summary title={`Show ${file.name}`}>
+        <File />
+        <span class="name">{file.name}</span>
+        <span class="size">{size(file.text.length)}</span>
+      </summary>
+      <pre tabIndex={0}>{file.text}</pre>
+    </details>
+  );
+}
+
+/** A thumbnail that opens to the picture, as the model sees it. */
+function Picture({ file }) {
+  const [data, setData] = useState(null);
+  useEffect(() => {
+    dataOf(file).then(setData, () => setData(""));
+  }, [file.picture]);
+  const said = file.from ? `${file.from}, sent as a JPEG of ${pixels(file)}` : pixels(file);
+  return (
+    <details class="picture">
+      <summary title={`Show ${file.name} larger or smaller`}>
+        {data === "" ? (
+          <span class="failure">{file.name} is not in this browser any more.</span>
+        ) : (
+          <img src={data ?? undefined} alt={`${file.name}, ${said} pixels`} width={file.width} height={file.height} />
+        )}
+        {(file.from || null) && <span class="size">{said}</span>}
+      </summary>
+    </details>
   );
 }
 

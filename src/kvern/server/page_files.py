@@ -14,8 +14,8 @@ FOLDER = Path(__file__).parent / "page"
 INDEX = "index.html"
 HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; style-src 'self'; object-src 'none'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; style-src 'self'; img-src 'self' data:; object-src 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "Vary": "Accept, Accept-Encoding",
     "X-Content-Type-Options": "nosniff",
