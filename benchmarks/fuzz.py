@@ -1,9 +1,11 @@
 """Hours of requests that no client should send: every field of every API at its extremes, alone and together.
 
     python benchmarks/fuzz.py --seconds 3600 --seed 1 --output fuzz.json
+    python benchmarks/fuzz.py --images --seconds 600 --seed 1 --output fuzz-images.json
 
-It starts a server of its own. No answer may be a fault of the server, no connection may be dropped, no engine lost, and
-a plain request must get the same answer at the end as at the beginning.
+With --images it sends files of images instead: flipped, cut, with headers that lie and chunks that swell. It starts a
+server of its own. No answer may be a fault of the server, no connection may be dropped, no engine lost, and a plain
+request must get the same answer at the end as at the beginning.
 """
 
 import argparse
@@ -22,32 +24,38 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.soak import resident
+from tests.support.fuzz_images import plain_question
+from tests.support.fuzz_images import probes as image_probes
 from tests.support.fuzz_requests import FIXED, Findings, Requests, plain_answer, send
 from tests.support.served import KEY, Served
+from tests.support.vision_models import make_vision_model
 
-ROUND = 2000
+ROUND, IMAGE_ROUND = 2000, 200
 MOST_GROWTH = 256 << 20
-"""Bytes that the server may have more than after the first round."""
+"""Bytes that the server and its engine may have more than after the first round."""
 
 
-def fuzz(seconds: float, seed: int, served: Served) -> dict[str, Any]:
-    """The sweep of single fields, then fields together until the time is over."""
+def fuzz(seconds: float, seed: int, served: Served, images: bool) -> dict[str, Any]:
+    """The sweep of single fields, then fields together until the time is over; or files of images."""
     end, began = time.monotonic() + seconds, time.monotonic()
-    findings = Findings()
-    requests = Requests(served.raw("GET", "/openapi.json")[2], FIXED)
-    plain = plain_answer(served)
-    probes = itertools.chain(requests.singles(thorough=True), requests.several(random.Random(seed)))
+    findings, ask, size = (Findings(), plain_question, IMAGE_ROUND) if images else (Findings(), plain_answer, ROUND)
+    if images:
+        probes = image_probes(seed)
+    else:
+        requests = Requests(served.raw("GET", "/openapi.json")[2], FIXED)
+        probes = itertools.chain(requests.singles(thorough=True), requests.several(random.Random(seed)))
+    plain = ask(served)
     memory = []
     while time.monotonic() < end and served.process.poll() is None:
-        send((served.host, served.port), itertools.islice(probes, ROUND), findings, KEY)
-        memory.append(resident(served.process.pid))
+        send((served.host, served.port), itertools.islice(probes, size), findings, KEY)
+        memory.append(resident(served.process.pid) + resident(served.engine_pid()))
         sent, passed = sum(findings.statuses.values()), time.monotonic() - began
         said = f"{passed:.0f} s: {sent} requests, {sent / passed:.0f}/s, {len(findings.wrong)} wrong"
         print(f"{said}, {memory[-1] >> 20} MiB", flush=True)
     if served.process.poll() is not None:
         findings.wrong.append(f"the server ended with code {served.process.returncode}")
     else:
-        if plain_answer(served) != plain:
+        if ask(served) != plain:
             findings.wrong.append("a plain request gets another answer than at the beginning")
         if restarts := served.figure("engine_restarts_total"):
             findings.wrong.append(f"{restarts:g} engines were lost")
@@ -69,13 +77,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="how long (600)")
     parser.add_argument("--seed", type=int, default=0, help="of the fields that are changed together (0)")
+    parser.add_argument("--images", action="store_true", help="files of images, for a small model that reads them")
     parser.add_argument("--output", type=Path, help="file for the result, JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        limits = ("--threads", "1", "--max-model-len", "64", "--dtype", "float32", "--api-key", KEY)
-        served = Served("kvern-1m", *limits, "--data-dir", folder, log=Path(folder) / "log")
+        limits = (
+            "--threads",
+            "1",
+            "--max-model-len",
+            "128" if options.images else "64",
+            "--dtype",
+            "float32",
+            "--api-key",
+            KEY,
+        )
+        model = str(make_vision_model("mistral3", Path(folder) / "model")) if options.images else "kvern-1m"
+        served = Served(model, *limits, "--data-dir", folder, log=Path(folder) / "log")
         try:
-            result = fuzz(options.seconds, options.seed, served)
+            result = fuzz(options.seconds, options.seed, served, options.images)
         finally:
             served.close() if served.process.poll() is not None else served.stop()
     table = Table("what", "figure")

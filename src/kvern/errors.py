@@ -102,6 +102,12 @@ class RequestFailed(KvernError):
         self.outputs = list(outputs)
 
 
+class UnreadableContent(RequestFailed):
+    """A request failed because content that it brought, such as an image, cannot be read. `MARK` begins the reason."""
+
+    MARK = "its content cannot be read: "
+
+
 class ServerBusy(KvernError):
     """There is too much work of one kind; the same request may succeed after `seconds`."""
 

@@ -124,6 +124,16 @@ def test_every_damage_is_an_error_of_one_kind() -> None:
                 assert pixels_of(file, 8, 8, FILTER).shape == (8, 8, 3)
 
 
+def test_headers_of_many_pieces_are_not_read_to_their_end() -> None:
+    jpeg, png = (saved(Image.new("RGB", (9, 9)), kind) for kind in ("JPEG", "PNG"))
+    piece = b"\0\0\0\0abCd" + struct.pack(">I", zlib.crc32(b"abCd"))
+    files = [(jpeg, 2, b"\xff\xfe\0\2"), (jpeg, 2, b"\xff"), (png, 33, piece)]
+    for whole, place, repeated in files:
+        assert read_file(whole[:place] + repeated * 100 + whole[place:], "p").width == 9
+        with pytest.raises(InvalidRequest, match=r"p: this is no image .* header has more than 20000 pieces"):
+            read_file(whole[:place] + repeated * 100_000 + whole[place:], "p")
+
+
 def test_parts_of_all_apis(tmp_path: Path) -> None:
     data = saved(Image.new("RGB", (2, 2)))
     url = "data:image/png;base64," + base64.b64encode(data).decode()

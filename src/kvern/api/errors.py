@@ -16,6 +16,7 @@ from kvern.errors import (
     PromptTooLong,
     RequestFailed,
     ServerBusy,
+    UnreadableContent,
     shown,
 )
 from kvern.request.sampling_params import SamplingParams
@@ -90,6 +91,7 @@ def status_of(error: Exception) -> int:
         return error.status
     statuses = {
         EngineUnavailable | EngineClosed: 503,
+        UnreadableContent: 400,
         EngineDied | RequestFailed: 500,
         DeadlineExceeded: 408,
         ServerBusy: 429,

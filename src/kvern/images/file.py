@@ -17,7 +17,7 @@ import numpy
 import numpy.typing
 
 from kvern.errors import InvalidRequest
-from kvern.images.limits import FORMATS, LARGEST_FILE, LONGEST_SIDE, LOW, LOW_SIDE, MOST_PIXELS, MOST_RATIO
+from kvern.images.limits import FORMATS, LARGEST_FILE, LONGEST_SIDE, LOW, LOW_SIDE, MOST_PIXELS, MOST_RATIO, MOST_READS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -102,6 +102,19 @@ def resized(picture: "Image", size: tuple[int, int], resample: int) -> "Image":
     return picture if picture.size == size else picture.resize(size, Image.Resampling(resample))
 
 
+class _Header(io.BytesIO):
+    """A file of which `left` pieces may be read; None: as many as there are."""
+
+    left: int | None = MOST_READS
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError(f"its header has more than {MOST_READS} pieces")
+        return super().read(size)
+
+
 def _opened(data: bytes, place: str) -> "Image":
     """The file, of which the header has been read. Raises InvalidRequest."""
     try:
@@ -111,7 +124,10 @@ def _opened(data: bytes, place: str) -> "Image":
     try:
         with warnings.catch_warnings():  # of sizes, which are checked afterwards
             warnings.simplefilter("ignore")
-            return Image.open(io.BytesIO(data.removeprefix(LOW)), formats=FORMATS)
+            stream = _Header(data.removeprefix(LOW))
+            image = Image.open(stream, formats=FORMATS)
+            stream.left = None
+            return image
     except Image.DecompressionBombError:
         raise InvalidRequest(f"{place}: the image has more than {MOST_PIXELS} pixels: make it smaller") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
@@ -124,7 +140,8 @@ def _orientation(image: "Image") -> object:
     from PIL.Image import Exif
 
     found = Exif()
-    with contextlib.suppress(Exception):  # of whatever the file has there
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # of whatever the file has there
+        warnings.simplefilter("ignore")
         found.load(image.info.get("exif") or b"")
     return found.get(ORIENTATION)
 

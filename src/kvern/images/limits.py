@@ -5,6 +5,8 @@ LARGEST_FILE = 20 << 20
 MOST_PIXELS = 50_000_000
 LONGEST_SIDE = 16_384
 MOST_RATIO = 200
+MOST_READS = 20_000
+"""The most pieces of a header. Pillow reads some formats byte by byte, and a server's other threads wait meanwhile."""
 MOST_IMAGES = 32
 """The most images of a conversation."""
 LOW = b"low detail\0"

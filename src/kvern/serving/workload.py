@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from kvern.engine.output import OutputProcessor
-from kvern.errors import KvernError, RequestFailed, in_a_line
+from kvern.errors import KvernError, RequestFailed, UnreadableContent, in_a_line
 from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import RequestOutput
@@ -245,7 +245,8 @@ class Workload:
             generation = self.running.get(output.request_id)
             if generation is not None:
                 if output.failure is not None:
-                    generation.error = RequestFailed(output.failure)
+                    is_content = output.failure.startswith(UnreadableContent.MARK)
+                    generation.error = (UnreadableContent if is_content else RequestFailed)(output.failure)
                 if output.finished or generation.error is not None or not generation.patient:
                     generation.news.set()
                 self._count(generation, now)
