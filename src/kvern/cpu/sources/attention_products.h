@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_ahead.h"
+#include "math.h"
 #include "registers.h"
 #include "transpose.h"
 
@@ -24,6 +25,13 @@ constexpr int BLOCK_ROWS = 2, BLOCK_VECTORS = 1, PART_VECTORS = 1;
 constexpr int OPERANDS = LANES / WIDTH;  // of a vector, and as many sums
 constexpr int IN_PLACE_ROWS = 4;  // for which values are read where they lie; for more they are packed once
 
+#if !defined(__AVX512F__)
+__attribute__((always_inline)) inline Lanes power_of_two(Lanes x) {
+    const Lanes least = -127.0f - Lanes{};
+    return power_of_bounded<LaneWords>(least > x ? least : x);
+}
+#endif
+
 struct FloatProduct {
     static constexpr int PER_WORD = 1, PER_VECTOR = LANES;
     using Operand = Lanes;
@@ -40,9 +48,7 @@ struct FloatProduct {
     // Operands of the values of a word's keys, [PER_WORD, PER_VECTOR], and sums with them in the order of the numbers.
     static void pair_values(const Words* rows, Operand* pairs) { std::memcpy(pairs, rows, sizeof *rows); }
     static void put_in_order(Floats*) {}
-    static void store_weights(uint32_t* to, const Floats* weights) {
-        std::memcpy(to, weights, TILE_VECTORS * sizeof *weights);
-    }
+    static void store_weights(uint32_t* to, const Lanes* weights) { std::memcpy(to, weights, TILE * sizeof *to); }
 };
 
 #if defined(__AVX512BF16__)

@@ -180,14 +180,22 @@ private:
         store(decay, power_of_two(load(decay)));
         state = states + place * shape_.stride;
         for (int index = 0; index < rows; ++index) {
-            Floats weight[TILE_VECTORS];
-            const Floats top = splat(shape_.largest(state + index * shape_.stride));
-            for (int part = 0; part < TILE_VECTORS; ++part) {
-                weight[part] = part < vectors ? power_of_two(load(scores + index * TILE + part * LANES) - top) : Floats{};
+            Lanes weight[TILE_VECTORS * OPERANDS];
+            const float top = shape_.largest(state + index * shape_.stride);
+#pragma GCC unroll 16
+            for (int part = 0; part < TILE_VECTORS * OPERANDS; ++part) {
+                const Lanes score = load_as<Lanes>(scores + index * TILE + part * WIDTH);
+                weight[part] = part < vectors * OPERANDS ? power_of_two(score - top) : Lanes{};
             }
             Product::store_weights(weights + index * TILE, weight);
             float* sums = shape_.sums(state + index * shape_.stride);
-            store(sums, load(sums) * splat(decay[index]) + ((weight[0] + weight[1]) + (weight[2] + weight[3])));
+#pragma GCC unroll 16
+            for (int part = 0; part < OPERANDS; ++part, sums += WIDTH) {
+                const Lanes* of = weight + part;
+                const Lanes added = (of[0] + of[OPERANDS]) + (of[2 * OPERANDS] + of[3 * OPERANDS]);
+                const Lanes sum = load_as<Lanes>(sums) * decay[index] + added;
+                std::memcpy(sums, &sum, sizeof sum);
+            }
         }
         const int64_t across = round_up(layer_.value_dim, Product::PER_VECTOR) / LANES;
         const auto add_values = [&](const auto& values) {
@@ -204,6 +212,7 @@ private:
     float scale_scores(float* scores, int row, int64_t from, int count, float top) const {
         const int64_t first = rows_.first[row] - from, end = std::min<int64_t>(rows_.end[row] - from, count);
         const bool hides = first > 0 || end < count || count % LANES != 0;
+        if (!hides && layer_.softcap == 0.0f && count == TILE) return scale_all(scores, top);
         Floats most = splat(top);
         for (int part = 0; part < count; part += LANES) {
             Floats score = load(scores + part) * scale_;
@@ -219,6 +228,21 @@ private:
             most = larger(most, score);
         }
         return kvern::largest(most);
+    }
+
+    // The same of a whole tile that the row sees.
+    float scale_all(float* scores, float top) const {
+        const float scale = scale_[0];
+        Lanes most = top - Lanes{};
+#pragma GCC unroll 16
+        for (int part = 0; part < TILE; part += WIDTH) {
+            const Lanes score = load_as<Lanes>(scores + part) * scale;
+            std::memcpy(scores + part, &score, sizeof score);
+            most = score > most ? score : most;
+        }
+        float found = top;
+        for (int lane = 0; lane < WIDTH; ++lane) found = std::max(found, most[lane]);
+        return found;
     }
 
     // cap * tanh(x), of -2 x / log(2).

@@ -7,25 +7,30 @@ namespace kvern {
 
 constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: the last bits of what is added to it are those of an integer
 
-// Of -127, which gives 0, to 127; by the last bits, whatever is above them.
-inline Floats power_of_two(Integers exponents) { return (Floats)(((Words)exponents << 23) + (127u << 23)); }
-
-inline Floats polynomial(Floats, float last) { return splat(last); }
+template <class Vector>
+Vector polynomial(Vector, float last) {
+    return last - Vector{};
+}
 
 // first + x * (second + x * (...)).
-template <class... Others>
-Floats polynomial(Floats x, float first, Others... others) {
+template <class Vector, class... Others>
+Vector polynomial(Vector x, float first, Others... others) {
     return polynomial(x, others...) * x + first;
+}
+
+// 2^x for x from -127, which gives 0, to 127.
+template <class Unsigned, class Vector>
+__attribute__((always_inline)) inline Vector power_of_bounded(Vector x) {
+    const Vector shifted = x + SHIFT;
+    const Vector rest = x - (shifted - SHIFT);
+    const Vector power = polynomial(rest, 1.0f, 6.9314718e-1f, 2.4022648e-1f, 5.5503324e-2f, 9.6184369e-3f,
+                                    1.3398875e-3f, 1.5353362e-4f);
+    return power * (Vector)(((Unsigned)shifted << 23) + (127u << 23));
 }
 
 // 2^x for x up to 127, to 1 unit in the last place; 0 below -126.5.
 __attribute__((always_inline)) inline Floats power_of_two(Floats x) {
-    x = larger(x, splat(-127.0f));
-    const Floats shifted = x + SHIFT;
-    const Floats rest = x - (shifted - SHIFT);
-    const Floats power = polynomial(rest, 1.0f, 6.9314718e-1f, 2.4022648e-1f, 5.5503324e-2f, 9.6184369e-3f,
-                                    1.3398875e-3f, 1.5353362e-4f);
-    return power * power_of_two((Integers)shifted);
+    return power_of_bounded<Words>(larger(x, splat(-127.0f)));
 }
 
 // e to the power of x - rest, where `rest` is what of an exponent did not fit into x; 0 below -87: numbers with fewer
@@ -37,7 +42,8 @@ inline Floats exp(Floats x, Floats rest = Floats{}) {
     const Floats r = (x - twos * 0.693145752f) - twos * 1.42860677e-6f - rest;
     const Floats result =
         polynomial(r, 1.0f, 1.0f, 0.4999999f, 0.1666642f, 0.041668225f, 0.008374824f, 0.0013836835f);
-    return (result + result) * power_of_two((Integers)shifted - 1);  // 2^128 is no number
+    // By the last bits of a number, whatever is above them; 2^128 is no number.
+    return (result + result) * (Floats)(((Words)shifted << 23) + (126u << 23));
 }
 
 // The share of a normal distribution below x: (1 + erf(x / sqrt(2))) / 2.

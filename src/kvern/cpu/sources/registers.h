@@ -16,6 +16,7 @@ constexpr int REGISTER = 16;
 
 using Lanes = float __attribute__((vector_size(REGISTER)));
 using LaneBits = int32_t __attribute__((vector_size(REGISTER)));
+using LaneWords = uint32_t __attribute__((vector_size(REGISTER)));
 
 constexpr int WIDTH = REGISTER / sizeof(float);
 
