@@ -50,6 +50,7 @@ PARTS_OF_FAMILIES = {
     "qwen3_5": {"axes"},
     "qwen2_vl": {"axes"},
     "qwen2_5_vl": {"axes", "windows"},
+    "gemma3": {"spans"},
     "gemma4": {"spans"},
     "gemma4_e": set[str](),
 }

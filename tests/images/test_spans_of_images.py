@@ -65,3 +65,18 @@ def test_the_prefix_cache_ends_before_an_image_or_behind_it(folder: Path, llm: L
 def test_spans_are_those_of_images(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="spans"):
         llm.generate(PromptInput([9, 8, 9], spans=((0, 2),)), PARAMS)
+
+
+def test_gemma3_sets_images_apart(tmp_path: Path) -> None:
+    """The text is what the model's processor makes of it, also where it meets line breaks; clients cannot write it."""
+    with engine(make_vision_model("gemma3", tmp_path / "model")) as llm:
+        image = "\n\n<start_of_image>" + "<image_soft_token>" * 16 + "<end_of_image>\n\n"
+        output = ask(llm, "what\n", IMAGE, "\nis this")
+        text = f"user: what\n{image}\nis this;"
+        assert output.prompt_token_ids == llm.tokenizer.encode(text)
+        prompt = {"prompt": text.replace(image, "<start_of_image>"), "multi_modal_data": {"image": IMAGE}}
+        [generated] = llm.generate(prompt, PARAMS)
+        assert generated.prompt_token_ids == output.prompt_token_ids
+        marked = ask(llm, "<start_of_image> and <image_soft_token>", IMAGE)
+        assert marked.prompt_token_ids.count(FAMILIES["gemma3"].image_id) == 16
+        assert "<start_of_image> and <image_soft_token>" in llm.tokenizer.decode(marked.prompt_token_ids, False)

@@ -42,6 +42,43 @@ def gemma4(text: dict[str, Any], **own: Any) -> Any:
     return Gemma4Config(text_config=Gemma4TextConfig(**text | given | own), vision_config=vision, **ids)
 
 
+GEMMA3 = ["<pad>", "<eos>", "<bos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+PATCH, SIDE = 8, 64
+
+
+def gemma3(text: dict[str, Any]) -> Any:
+    """Gemma 3 with 16 tokens for each image."""
+    from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
+
+    given = {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+    }
+    vision = SiglipVisionConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        image_size=SIDE,
+        patch_size=PATCH,
+        vision_use_head=False,
+    )
+    ids = {"boi_token_index": 3, "eoi_token_index": 4, "image_token_index": 5}
+    return Gemma3Config(
+        text_config=Gemma3TextConfig(**text | given), vision_config=vision, mm_tokens_per_image=16, **ids
+    )
+
+
+def gemma3_processor() -> Any:
+    """The image processor."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+
+
 def gemma4_processor() -> Any:
     """The image processor, which knows larger images alone."""
     from transformers.models.gemma4 import image_processing_pil_gemma4 as module
@@ -50,8 +87,11 @@ def gemma4_processor() -> Any:
     return module.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=MOST_TOKENS)
 
 
-def set_buffers(model: torch.nn.Module) -> None:
-    """Give bounds and standards numbers that change results."""
+def set_constants(model: torch.nn.Module) -> None:
+    """Give matrices, bounds and standards that are constant numbers that change results."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.min() == parameter.max():
+            parameter.normal_(std=0.2)
     for name, buffer in model.named_buffers():
         kind = name.rpartition(".")[2]
         if kind.endswith(("_min", "_max")):

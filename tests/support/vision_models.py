@@ -173,6 +173,15 @@ FAMILIES = {
     "qwen2_vl": Family(
         _qwen2_vl, _qwen2_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 28
     ),
+    "gemma3": Family(
+        partial(gemma_vision.gemma3, TEXT),
+        gemma_vision.gemma3_processor,
+        gemma_vision.GEMMA3,
+        "<image_soft_token>",
+        "<start_of_image>",
+        16,
+        16,
+    ),
     "gemma4": Family(
         partial(gemma_vision.gemma4, TEXT, use_bidirectional_attention="vision"),
         gemma_vision.gemma4_processor,
@@ -215,7 +224,7 @@ def make_vision_model(kind: str, folder: Path) -> Path:
                 parameter.mul_(6)
             elif not name.endswith(("A_log", "dt_bias")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
-        gemma_vision.set_buffers(model)
+        gemma_vision.set_constants(model)
     model.save_pretrained(folder)
     settings = family.processor().to_dict()
     kept = {"size", "image_mean", "image_std", "resample", "max_soft_tokens", "pooling_kernel_size"} & settings.keys()
@@ -243,7 +252,7 @@ def _save_tokenizer(family: Family, folder: Path) -> None:
 def expected_pixels(kind: str, image: Image.Image) -> Tensor:
     """The pixels of transformers' processor before they are normalized, uint8 `[channels, height, width]`."""
     found = FAMILIES[kind].processor()(image, do_rescale=False, do_normalize=False, return_tensors="pt")
-    if kind == "mistral3":
+    if kind in ("mistral3", "gemma3"):
         pixels: Tensor = found["pixel_values"][0]
     elif kind.startswith("gemma4"):
         pixels = gemma_vision.gemma4_pixels(found)
@@ -274,6 +283,9 @@ def expected_logprobs(kind: str, folder: Path, token_ids: Sequence[int], images:
         for number, (each, (high, wide)) in enumerate(zip(found, sizes, strict=True)):
             pixels[number, :, :high, :wide] = each["pixel_values"][0]
         given = {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
+    elif kind == "gemma3" and images:
+        pixels = torch.cat([torch.as_tensor(each["pixel_values"]) for each in found])
+        given = {"pixel_values": pixels, "token_type_ids": (tokens == family.image_id).int()}
     elif kind.startswith("gemma4") and images:
         given = gemma_vision.gemma4_inputs(found)
         given["mm_token_type_ids"] = (tokens == family.image_id).int()

@@ -176,9 +176,10 @@ class InputProcessor:
             raise InvalidRequest(f"multi_modal_data has {names}: it may have {reads}")
         images = media.get("image") or []
         several = images if isinstance(images, list | tuple) else [images]
-        token_ids = self.tokenizer.encode(text, most_tokens=self.max_model_len) if isinstance(text, str) else text
+        if isinstance(text, str):
+            text = self.tokenizer.encode(self.images.placed(text), most_tokens=self.max_model_len)
         files = [self.images.read({"image": image}, f"image {number}") for number, image in enumerate(several)]
-        return self.images.prompt(token_ids, files)
+        return self.images.prompt(text, files)
 
     @functools.cached_property
     def images(self) -> "ImageReader":

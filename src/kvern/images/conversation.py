@@ -17,9 +17,10 @@ from kvern.text.content import MediaPart, kind_of
 Message = Mapping[str, Any]
 
 
-def concerns_images(messages: Sequence[Message], mark: str) -> bool:
-    """Returns whether a part of some message is an image, or a text has the template's placeholder, `mark`."""
-    return any(_is_image(part) or mark in _text(part) for message in messages for part in _parts(message))
+def concerns_images(messages: Sequence[Message], marks: Sequence[str]) -> bool:
+    """Returns whether a part of some message is an image, or a text has a placeholder, one of `marks`."""
+    parts = [part for message in messages for part in _parts(message)]
+    return any(_is_image(part) or any(mark in _text(part) for mark in marks) for part in parts)
 
 
 class Pictures:
@@ -57,12 +58,13 @@ class Pictures:
         raise InvalidRequest(f"{place} is of a type that this model does not read: send texts and images")
 
     def _plain(self, text: str) -> str:
-        mark = self._reader.mark
-        return text.replace(mark, f"{mark[:1]}{self._cut}{mark[1:]}")
+        for mark in self._reader.marks:
+            text = text.replace(mark, f"{mark[:1]}{self._cut}{mark[1:]}")
+        return text
 
     def encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Returns the token ids of what the template wrote."""
-        return [token for piece in text.split(self._cut) for token in encode(piece)]
+        return [token for piece in self._reader.placed(text).split(self._cut) for token in encode(piece)]
 
     @property
     def tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The sizes of images for Gemma 4."""
+"""The sizes of images for Gemma 3 and 4."""
 
 import math
 from collections.abc import Mapping
@@ -6,11 +6,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.errors import UnsupportedModel, shown
-from kvern.images.settings import BICUBIC, ImageSettings, Resizing
+from kvern.images.settings import BICUBIC, ImageSettings, Resizing, common_settings
 from kvern.images.views import Size
 from kvern.spec.vision import VisionSpec
 
 HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class Square(Resizing):
+    """Gemma 3's: all pictures have the same size."""
+
+    side: int
+
+    def size(self, width: int, height: int) -> Size:
+        return self.side, self.side
+
+
+def gemma3(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
+    """The settings of Gemma 3. Raises UnsupportedModel."""
+    side = spec.table * spec.patch
+    if given["size"] != {"height": side, "width": side} or given.get("do_pan_and_scan"):
+        raise UnsupportedModel(
+            f"size of the image processor is {shown(given['size'])}, and do_pan_and_scan "
+            f"{shown(given.get('do_pan_and_scan'))}: the encoder's size of {side} x {side}, without it, is supported"
+        )
+    return common_settings(given, Square(side), spec.patch, spec.merge)
 
 
 @dataclass(frozen=True)

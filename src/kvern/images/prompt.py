@@ -31,8 +31,18 @@ class ImageReader:
 
     @property
     def mark(self) -> str:
-        """The text that stands for an image in a prompt."""
-        return self.spec.tokens.image
+        """The text that a chat template writes for an image."""
+        return self.spec.tokens.mark or self.spec.tokens.image
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """The texts of clients that must not become an image's tokens."""
+        return tuple({self.mark, self.spec.tokens.image})
+
+    def placed(self, text: str) -> str:
+        """Returns what a template wrote with one token for each image at its place."""
+        tokens = self.spec.tokens
+        return text.replace(tokens.mark, tokens.placed) if tokens.mark else text
 
     @classmethod
     def of(cls, folder: Path, spec: VisionSpec, tokenizer: Tokenizer) -> "ImageReader":
@@ -61,8 +71,8 @@ class ImageReader:
         found = prompt.token_ids.count(self.spec.image_id)
         if found != firsts[-1]:
             raise InvalidRequest(
-                f"the prompt has {found} times the token {self.mark}, and its {len(files)} images have {firsts[-1]}: "
-                "send a conversation"
+                f"the prompt has {found} times the token {self.spec.tokens.image}, and its {len(files)} images have "
+                f"{firsts[-1]}: send a conversation"
             )
         if not files:
             return prompt

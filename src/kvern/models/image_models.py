@@ -16,6 +16,7 @@ logger = logging.getLogger("kvern")
 VISION = {
     "qwen2_vl": "kvern.models.families.qwen2_vision:qwen2_vl",
     "qwen2_5_vl": "kvern.models.families.qwen2_vision:qwen2_5_vl",
+    "gemma3": "kvern.models.families.gemma3_vision:gemma3",
     "gemma4": "kvern.models.families.gemma4_vision:gemma4",
     "mistral3": "kvern.models.families.pixtral:mistral3",
     **dict.fromkeys(

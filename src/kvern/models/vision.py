@@ -18,7 +18,7 @@ from kvern.layers.linear import column
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
-from kvern.layers.rope import Rotation, rows_of_table
+from kvern.layers.rope import Rotation, positions_alone, rows_of_table
 from kvern.layers.step_context import Attend, StepContext
 from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
@@ -138,7 +138,7 @@ class VisionTower(WeightedModel):
         windows = spec.windows
         self._side = 0 if windows is None else windows.side
         self._whole = range(len(self.layers)) if windows is None else windows.whole
-        self.rope = PatchRope(spec.rope, build)
+        self.rope = None if spec.rope is None else PatchRope(spec.rope, build)
 
     def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: Callable[[Sequence[int]], Attend]) -> Tensor:
         """The rows `[N, (1 + taps) * hidden of the language model]` of images, one after the other.
@@ -160,7 +160,8 @@ class VisionTower(WeightedModel):
         order, runs = windows_of(grids, self._side, hidden.device) if self._side else (None, [])
         hidden, update = hidden if order is None else hidden[order], None
         hidden = self.ln_pre(hidden)
-        whole = StepContext(self.rope(grids, order), attend([grid.cells for grid in grids]))
+        rotation = positions_alone(hidden) if self.rope is None else self.rope(grids, order)
+        whole = StepContext(rotation, attend([grid.cells for grid in grids]))
         within = whole._replace(attend=attend(runs)) if runs else whole
         tapped: list[Tensor] = []
         for index, layer in enumerate(self.layers):

@@ -80,6 +80,8 @@ class ImageTokens:
     With a `tile` these are the rows of a picture in tiles: before each stands this text with its {row} and {column},
     and after the rows another `row_end` and the whole picture, between `begin` and `end`. An image without tiles is
     the whole picture alone. `special`: what the texts have of the tokenizer's special tokens.
+
+    A chat template writes a `mark`, or `image`; `placed` is the text that takes the place of a mark.
     """
 
     image: str
@@ -88,6 +90,8 @@ class ImageTokens:
     begin: str = ""
     tile: str | None = None
     special: tuple[str, ...] = ()
+    mark: str = ""
+    placed: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class VisionSpec:
 
     tower: "ModelSpec"
     patch: int
-    rope: PatchRopeSpec
+    rope: PatchRopeSpec | None
     projector: ProjectorSpec
     tokens: ImageTokens
     image_id: int

@@ -242,7 +242,7 @@ class Chat:
         from kvern.images.conversation import Pictures, concerns_images
 
         reader = self._images()
-        return Pictures(messages, reader) if concerns_images(messages, reader.mark) else None
+        return Pictures(messages, reader) if concerns_images(messages, reader.marks) else None
 
     def written(
         self,

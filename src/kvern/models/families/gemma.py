@@ -1,6 +1,7 @@
-"""Gemma 1, 2 and 3 (text): scaled embeddings, weights stored as w - 1, sandwich norms and local layers since 2."""
+"""Gemma 1, 2 and 3: scaled embeddings, weights stored as w - 1, sandwich norms and local layers since 2."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import (
@@ -64,6 +65,8 @@ def gemma3_ropes(config: Config) -> dict[str, RopeSpec]:
 
 
 def gemma3(config: Config) -> ModelSpec:
-    """The language model of the multimodal checkpoints; images are not read."""
+    """The language model of the multimodal checkpoints: tokens of an image see each other in all layers."""
     spec = gemma3_text(text_config(config, "gemma3_text"))
+    layers = [replace(layer, mixer=replace(layer.attention, spans=True)) for layer in spec.layers]
+    spec = replace(spec, layers=tuple(layers))
     return text_part(config, spec, "vision_tower", "multi_modal_projector")
