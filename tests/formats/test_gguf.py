@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvern.config import EngineConfig
-from kvern.errors import CorruptCheckpoint, KvernError, UnsupportedModel
+from kvern.errors import CorruptCheckpoint, InvalidRequest, KvernError, UnsupportedModel
 from kvern.formats.gguf.files import tokenizer_files
 from kvern.formats.gguf.header import QUANTIZED, Header, read_gguf_header
 from kvern.formats.gguf.method import NUMBERS
@@ -26,7 +26,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.text.tokenizer import Tokenizer
 from tests.support.cache_folder import cache_folder
 from tests.support.families import make_checkpoint
-from tests.support.gguf_files import MIXES, add_tokenizer, folder_of, write_gguf
+from tests.support.gguf_files import ARCHITECTURES, MIXES, add_tokenizer, folder_of, write_gguf
 from tests.support.model_outputs import PROMPT, logits
 from tests.support.served import QUESTION, serving
 
@@ -155,6 +155,25 @@ def test_the_embedded_model_answers_from_its_file_alone(embedded: Path, tmp_path
     shutil.copy(embedded, alone / "any-name.gguf")
     pairs = list(zip(answers("kvern-1m"), answers(str(alone)), strict=True))
     assert sum(own == found for own, found in pairs) >= 2 and all(own[:2] == found[:2] for own, found in pairs)
+
+
+def test_a_file_has_no_encoder_of_images_and_says_so(embedded: Path, tmp_path: Path) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    said = r"reads text only: a GGUF file holds .* serve its safetensors$"
+    for model, reason in ((str(embedded), said), ("kvern-1m", r"reads text only$")):
+        options: dict[str, Any] = {"cache_dir": cache_folder(tmp_path / "cache"), "max_model_len": 256}
+        with LLM(model, **options) as llm, pytest.raises(InvalidRequest, match=reason):
+            llm.chat([{"role": "user", "content": [part]}])
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_the_language_model_of_one_that_sees(
+    family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, family, name)
+    made = write_gguf(make_checkpoint(family, tmp_path / "model", **FAMILIES[family]), tmp_path / "gguf")
+    found, expected = load_model(folder_of(made.file, tmp_path)), load_model(made.plain)
+    assert (logits(found, PROMPT) - logits(expected, PROMPT)).abs().max() < 2e-4
 
 
 def test_a_file_is_served(embedded: Path, tmp_path: Path) -> None:

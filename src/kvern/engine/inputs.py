@@ -78,7 +78,7 @@ class InputProcessor:
             config.reasoning_parser,
             limits.max_model_len,
             self._refusal,
-            (lambda: self.images) if model.reads_images else None,
+            (lambda: self.images) if model.reads_images else _unread(folder),
         )
         self.chat.warn_of_template()
         self._seed = config.seed
@@ -281,6 +281,13 @@ def _check_that_something_can_be_sampled(
             f"allowed_token_ids holds {len(params.allowed_token_ids)} tokens, and bad_words or min_tokens ban all of "
             "them: allow another one"
         )
+
+
+def _unread(folder: Path) -> str | None:
+    """The reason why a model in a GGUF file reads no images; None: it is in no such file."""
+    if not any(folder.glob("*.gguf")):
+        return None
+    return "a GGUF file holds the language model alone, and encoders (mmproj) are not read; serve its safetensors"
 
 
 def _refusal(model: ModelFacts) -> str | None:

@@ -149,8 +149,8 @@ class Chat:
     """Tools and thinking of one model's chat template.
 
     `tool_parser` and `reasoning_parser`: "auto" detects the format, "none" leaves the text as it is, a name selects
-    one. `refusal`: the reason why the model cannot chat; None: it can. `images` gives their reader; None: the model
-    reads none.
+    one. `refusal`: the reason why the model cannot chat; None: it can. `images` gives their reader, or is the reason
+    why the model reads none; None: it is a model for text.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Chat:
         reasoning_parser: str,
         max_model_len: int,
         refusal: str | None = None,
-        images: Callable[[], ImageReader] | None = None,
+        images: Callable[[], ImageReader] | str | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._images = images
@@ -185,7 +185,7 @@ class Chat:
         if self._refusal is not None:
             raise InvalidRequest(self._refusal)
         pictures = self._pictures(messages)
-        messages = readable(messages) if pictures is None else pictures.messages
+        messages = self._readable(messages) if pictures is None else pictures.messages
         definitions = list(use.definitions) or None
         text, said = self.written(messages, definitions, options)
         if options.encoding is not None:
@@ -237,12 +237,21 @@ class Chat:
 
     def _pictures(self, messages: Sequence[Mapping[str, Any]]) -> Pictures | None:
         """The images of a conversation; None: there are none, or the model reads none. Raises InvalidRequest."""
-        if self._images is None:
+        if self._images is None or isinstance(self._images, str):
             return None
         from kvern.images.conversation import Pictures, concerns_images
 
         reader = self._images()
         return Pictures(messages, reader) if concerns_images(messages, reader.marks) else None
+
+    def _readable(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Messages as the template takes them. Raises InvalidRequest."""
+        try:
+            return readable(messages)
+        except InvalidRequest as error:
+            if isinstance(self._images, str):
+                raise InvalidRequest(f"{error}: {self._images}") from None
+            raise
 
     def written(
         self,
