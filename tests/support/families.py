@@ -59,6 +59,8 @@ _QWEN3_EYES = {**_QWEN_EYES, "num_position_embeddings": 4, "deepstack_visual_ind
 _QWEN3_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _QWEN3_5_EYES = {**_QWEN_EYES, "num_position_embeddings": 4}
 _QWEN3_5_ROPE = {**_QWEN3_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_GLM_EYES = {**_QWEN_EYES, "image_size": 28}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
 _PIXTRAL = {
     "model_type": "pixtral",
     "hidden_size": 16,
@@ -269,6 +271,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "moe_intermediate_size": 20,
             },
             "vision_config": _QWEN3_EYES,
+        },
+    ),
+    "glm4v": ("glm4v", {"text_config": {"rope_parameters": _GLM_ROPE}, "vision_config": _GLM_EYES}),
+    "glm4v_moe": (
+        "glm4v_moe",
+        {
+            "text_config": {
+                "head_dim": 16,
+                "rope_parameters": _GLM_ROPE | {"mrope_section": [2, 1, 1]},
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 24,
+                "n_shared_experts": 1,
+            },
+            "vision_config": _GLM_EYES,
         },
     ),
     "mistral3": (

@@ -103,6 +103,7 @@ class SimulatedEngine:
         beams: int | None = None,
         fault: int | None = None,
         whole: bool = False,
+        attachments: tuple[Any, ...] = (),
         **search: Any,
     ) -> list[Request]:
         """Queue `n` samples of a prompt, or a search with beams for its `n` best answers.
@@ -115,7 +116,7 @@ class SimulatedEngine:
             params = params.replace(prompt_logprobs=0, prompt_logprobs_from=prompt_logprobs_from)
         spec = RequestSpec(
             str(number),
-            PromptInput(list(prompt), spans=self.setup.spans_of(prompt)),
+            PromptInput(list(prompt), attachments, spans=self.setup.spans_of(prompt)),
             params.resolved(),
             min(max_tokens, self.setup.max_model_len - len(prompt)),
             seed=number,
@@ -191,7 +192,9 @@ class SimulatedEngine:
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         """The executor's side: what was scheduled obeys every limit."""
         limits = self.setup.limits
-        self._loading = {request for request in self.scheduler.waiting if request.state is State.LOADING}
+        self._loading = {
+            request for request in self.scheduler.waiting if request.state in (State.LOADING, State.ENCODING)
+        }
         assert output.token_count or output.extensions, "there is nothing to do"
         assert output.token_count <= limits.max_batch_tokens, "the token budget is exceeded"
         slots = [item.slot for item in output.scheduled]
@@ -357,7 +360,7 @@ class SimulatedEngine:
         return (
             not request.in_flight
             and not request.is_held
-            and request.state is not State.LOADING
+            and request.state not in (State.LOADING, State.ENCODING)
             and (request.leader is None or request.leader.prompt_scheduled)
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import tokenizers
@@ -141,6 +141,76 @@ def _qwen2(model_type: str, vision: dict[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
+def _glm(model_type: str, text: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+    vision = {"hidden_size": 48, "intermediate_size": 72, "depth": 2, "num_heads": 3, "out_hidden_size": 64}
+    return AutoConfig.for_model(
+        model_type,
+        text_config=TEXT | {"num_hidden_layers": 2, "rope_parameters": rope} | text,
+        vision_config=vision | {"image_size": 84},
+        tie_word_embeddings=False,
+        image_token_id=5,
+        video_token_id=6,
+    )
+
+
+def _glm4v_moe() -> Any:
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1}
+    return _glm("glm4v_moe", experts | {"first_k_dense_replace": 1, "head_dim": 16})
+
+
+def _glm_processor() -> Any:
+    from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+    return Glm4vImageProcessorPil(size={"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 168 * 168})
+
+
+def _kimi_k25() -> Any:
+    from transformers import AutoConfig
+
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 1}
+    text = TEXT | latent | experts | {"topk_group": 1, "num_hidden_layers": 2, "first_k_dense_replace": 1}
+    vision = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 3}
+    return AutoConfig.for_model(
+        "kimi_k25",
+        text_config=text | {"model_type": "deepseek_v3", "num_key_value_heads": 4},
+        vision_config=vision | {"pos_emb_height": 6, "pos_emb_width": 6},
+        projection_hidden_size=48,
+        tie_word_embeddings=False,
+        image_token_id=5,
+        video_token_id=6,
+    )
+
+
+class KimiProcessor:
+    """What `Kimi_K25ImageProcessor` says that it does, by Pillow, which its own class does not use."""
+
+    size: ClassVar = {"max_height": 10, "max_width": 10}
+    max_patches = 80
+
+    def to_dict(self) -> dict[str, Any]:
+        colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 3}
+        return colours | {"size": self.size, "max_patches": self.max_patches}
+
+    def __call__(
+        self, image: Image.Image, do_rescale: bool = True, do_normalize: bool = True, return_tensors: str = "pt"
+    ) -> dict[str, Tensor]:
+        patches = max(image.height // 14, 1) * max(image.width // 14, 1)
+        longest = self.size["max_height"] * 14
+        scale = min(1.0, (self.max_patches / patches) ** 0.5, longest / image.height, longest / image.width)
+        wide, high = (min(max(1, int(side * scale)), longest) for side in image.size)
+        canvas = numpy.zeros(((high + 27) // 28 * 28, (wide + 27) // 28 * 28, 3), dtype=numpy.uint8)
+        canvas[:high, :wide] = numpy.asarray(image.resize((wide, high), Image.Resampling.BICUBIC))
+        pixels = torch.from_numpy(canvas).float().permute(2, 0, 1)
+        pixels = (pixels / 255 - 0.5) / 0.5 if do_rescale and do_normalize else pixels
+        squares = pixels.unflatten(2, (-1, 14)).unflatten(1, (-1, 14)).permute(1, 3, 0, 2, 4)
+        grid = torch.tensor([[1, *squares.shape[:2]]])
+        return {"pixel_values": squares.flatten(0, 1), "image_grid_thw": grid}
+
+
 def _qwen_processor() -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -155,6 +225,8 @@ def _qwen2_processor() -> Any:
 
 
 QWEN = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|vid|>"]
+GLM = ["<|endoftext|>", "<|user|>", "<|eos|>", "<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>"]
+KIMI = ["[BOS]", "[PAD]", "[EOS]", "<|media_begin|>", "<|media_end|>", "<|media_pad|>", "<|vid|>", "<|media_content|>"]
 FAMILIES = {
     "mistral3": Family(
         _mistral3,
@@ -202,6 +274,20 @@ FAMILIES = {
     "qwen2_5_vl": Family(
         _qwen2_5_vl, _qwen2_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 28
     ),
+    "glm4v": Family(
+        lambda: _glm("glm4v", {}), _glm_processor, GLM, "<|image|>", "<|begin_of_image|><|image|><|end_of_image|>", 28
+    ),
+    "glm4v_moe": Family(
+        _glm4v_moe, _glm_processor, GLM, "<|image|>", "<|begin_of_image|><|image|><|end_of_image|>", 28
+    ),
+    "kimi_k25": Family(
+        _kimi_k25,
+        KimiProcessor,
+        KIMI,
+        "<|media_pad|>",
+        "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+        28,
+    ),
 }
 
 
@@ -227,7 +313,15 @@ def make_vision_model(kind: str, folder: Path) -> Path:
         gemma_vision.set_constants(model)
     model.save_pretrained(folder)
     settings = family.processor().to_dict()
-    kept = {"size", "image_mean", "image_std", "resample", "max_soft_tokens", "pooling_kernel_size"} & settings.keys()
+    kept = {
+        "size",
+        "image_mean",
+        "image_std",
+        "resample",
+        "max_patches",
+        "max_soft_tokens",
+        "pooling_kernel_size",
+    } & settings.keys()
     (folder / "preprocessor_config.json").write_text(json.dumps({name: settings[name] for name in sorted(kept)}))
     _save_tokenizer(family, folder)
     return folder
@@ -256,6 +350,10 @@ def expected_pixels(kind: str, image: Image.Image) -> Tensor:
         pixels: Tensor = found["pixel_values"][0]
     elif kind.startswith("gemma4"):
         pixels = gemma_vision.gemma4_pixels(found)
+    elif kind == "kimi_k25":  # patches row by row: [rows, columns, channels, pixels]
+        _, high, wide = found["image_grid_thw"][0].tolist()
+        squares = found["pixel_values"].unflatten(0, (high, wide)).permute(2, 0, 3, 1, 4)
+        pixels = squares.flatten(3).flatten(1, 2)
     else:  # patches in the order of tokens: [rows, columns, in a row, in a column, channels, frames, pixels]
         _, high, wide = found["image_grid_thw"][0].tolist()
         side = int((found["pixel_values"].shape[1] // 6) ** 0.5)

@@ -1,6 +1,7 @@
 """Attention of texts that are read as a whole: every token sees those on both sides, and nothing outlives a step."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, groupby
 
 import torch
@@ -21,14 +22,56 @@ BLOCK = 16
 """Texts begin at multiples of so many tokens in the memory for keys and values."""
 
 
-class TorchAttend:
-    """An `Attend` by PyTorch for the texts of a batch.
+class StoredTexts:
+    """The memory for keys and values that layers rotate and store: of one layer, a block of one token each.
+
+    The next layer writes when the one before has been computed. All `layers` have heads of the same size.
+    """
+
+    def __init__(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, batch: TextBatch) -> None:
+        """`dtype`: of the activations."""
+        self._layers = layers
+        self._dtype, self._device = dtype, batch.starts.device
+        self._tokens = sum(batch.lengths)
+
+    @cached_property
+    def _slots(self) -> Tensor:
+        return torch.arange(self._tokens, device=self._device)
+
+    def slot_mapping(self, layer: int) -> Tensor:
+        """Tokens lie as they come."""
+        return self._slots
+
+    @cached_property
+    def _stored(self) -> Tensor:
+        spec = self._layers[0]
+        shape = 2, self._tokens, 1, spec.heads, spec.head_dim
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def cache(self, layer: int) -> Tensor:
+        return self._stored
+
+    def scales(self, layer: int) -> None:
+        return None
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def over_cache(self, layer: int, query: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """The attention of queries to what the layer has stored."""
+        key, value = self._stored.flatten(1, 2)
+        out = self(layer, query, key, value)
+        return out if wanted is None else out.index_select(0, wanted)
+
+
+class TorchAttend(StoredTexts):
+    """An `Attend` by PyTorch for the texts of a batch; a `PagedAttend` for layers that rotate, and store that.
 
     Neighbours of the same length are one call: there is no padding, and nothing to be hidden but by windows.
     """
 
-    def __init__(self, layers: Sequence[AttentionSpec], batch: TextBatch) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[AttentionSpec], batch: TextBatch, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(layers, dtype, batch)
         self._groups = [(length, len(list(group))) for length, group in groupby(batch.lengths)]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -37,10 +80,13 @@ class TorchAttend:
             end = first + length * texts
             rows = (part[first:end] for part in (query, key, value))
             heads = [torch.unflatten(part, 0, (texts, length)).transpose(1, 2) for part in rows]
-            found = torch.cat(list(_attended(self._layers[layer], *heads)), 2)
-            attended.append(found.transpose(1, 2).flatten(0, 1))
+            attended.append(_joined(list(_attended(self._layers[layer], *heads)), 2).transpose(1, 2).flatten(0, 1))
             first = end
-        return torch.cat(attended)
+        return _joined(attended, 0)
+
+
+def _joined(parts: list[Tensor], dimension: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
 
 
 def _attended(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
@@ -81,5 +127,5 @@ class CompiledTexts:
 def attend_once(layers: Sequence[AttentionSpec], build: Build, batch: TextBatch) -> Attend:
     """An `Attend` of the layers of a build for one batch, with memory of its own if kernels attend."""
     if "cpu_attention" not in build.kernels:
-        return TorchAttend(layers, batch)
+        return TorchAttend(layers, batch, build.dtype)
     return CompiledTexts(layers, build.dtype, sum(batch.lengths), len(batch.lengths)).attend(batch)

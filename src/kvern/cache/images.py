@@ -171,10 +171,11 @@ class ImagePool(CacheExtension):
         self._release(request, {span.key for span in spans})
         if self._limits.whole and not self._fit_together(request, spans):
             return spans
-        for span in spans:
+        for number, span in enumerate(spans):
             image = self._images.get(span.key)
             if image is None:
                 if not self._make_room(span.rows, request):
+                    self._release(request, {span.key for span in spans[:number]})  # also what comes twice
                     break
                 image = self._begin(span)
             elif request not in image.wanted and image.stage is Stage.READY:

@@ -14,8 +14,8 @@ from kvern.spec.vision import VisionSpec
 class PixelCount(Resizing):
     """Qwen-VL's: both sides are rounded to multiples of `unit`, and the picture has from `least` to `most` pixels."""
 
-    least: int
-    most: int
+    least: float
+    most: float
     unit: int
 
     def size(self, width: int, height: int) -> tuple[int, int]:
@@ -33,12 +33,18 @@ class PixelCount(Resizing):
 
 def qwen(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of Qwen2-VL and later ones, whose edges are counts of pixels. Raises UnsupportedModel."""
+    least, most = pixel_limits(given)
+    return common_settings(given, PixelCount(least, most, spec.patch * spec.merge), spec.patch, spec.merge)
+
+
+def pixel_limits(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the least and the most pixels that a processor allows. Raises UnsupportedModel."""
     least, most = (_edge(given, *names) for names in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")))
     if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most):
         raise UnsupportedModel(
             f"size of the image processor is {shown(given.get('size'))}: it must have shortest_edge, longest_edge"
         )
-    return common_settings(given, PixelCount(least, most, spec.patch * spec.merge), spec.patch, spec.merge)
+    return least, most
 
 
 def _edge(given: Mapping[str, Any], old: str, new: str) -> object:

@@ -15,7 +15,7 @@ from kvern.io.files import read_object
 from kvern.plugins import imported
 from kvern.spec.vision import ImageTokens, VisionSpec
 
-SIZES = {"size", "max_pixels", "max_soft_tokens"}
+SIZES = {"size", "max_pixels", "max_soft_tokens", "in_patch_limit"}
 """Settings of image processors that say how large images are, of which one is there."""
 BICUBIC = 3
 """Pillow's number of the filter."""
@@ -103,7 +103,7 @@ def read_processor(folder: Path) -> Mapping[str, Any]:
             found = read_object(folder / name)
         except FileNotFoundError:
             continue
-        given = found.get("image_processor", found)
+        given = found.get("image_processor", found.get("media_proc_cfg", found))
         if isinstance(given, Mapping) and given.keys() & SIZES:
             return given
     raise UnsupportedModel(f"{folder} has no preprocessor_config.json with the size of images: download it again")

@@ -146,6 +146,7 @@ def _longrope(rope: Mapping[str, Any], config: Config) -> RopeScaling:
 
 _SCALINGS: dict[str, Callable[[Mapping[str, Any], Config], RopeScaling]] = {
     "default": lambda rope, config: LinearScaling(),
+    "mrope": lambda rope, config: LinearScaling(),
     "linear": lambda rope, config: LinearScaling(rope["factor"]),
     "proportional": lambda rope, _: Proportional(rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)),
     "dynamic": lambda rope, config: Dynamic(rope["factor"], config["max_position_embeddings"]),
@@ -326,6 +327,7 @@ _RENAMES = (
     Rename(r"^(model\.)?language_model\.(model\.)?(?=(embed_tokens|layers|norm)\.)", "model."),
     Rename(r"^language_model\.(?=lm_head\.)", ""),
 )
+_ANYWHERE = r"^(model\.)?(language_model\.)?(model\.)?"
 _TIED_HEAD = r"^language_model\.lm_head\.weight$"
 
 
@@ -347,9 +349,10 @@ def text_part(config: Config, spec: ModelSpec, *towers: str) -> ModelSpec:
     below `model.language_model.`, `language_model.model.`, or plainly `model.`.
     """
     passed_over = rf"^(model\.)?({'|'.join(towers)})\."
+    ignored = (pattern.replace(r"^model\.", _ANYWHERE) for pattern in spec.ignored)
     return replace(
         spec,
         model_type=config.get("model_type", spec.model_type),
         renames=(*_RENAMES, *spec.renames),
-        ignored=(passed_over, *((_TIED_HEAD,) if spec.tie_word_embeddings else ()), *spec.ignored),
+        ignored=(passed_over, *((_TIED_HEAD,) if spec.tie_word_embeddings else ()), *ignored),
     )

@@ -18,6 +18,8 @@ VISION = {
     "qwen2_5_vl": "kvern.models.families.qwen2_vision:qwen2_5_vl",
     "gemma3": "kvern.models.families.gemma3_vision:gemma3",
     "gemma4": "kvern.models.families.gemma4_vision:gemma4",
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), "kvern.models.families.glm_vision:glm4v"),
+    "kimi_k25": "kvern.models.families.kimi_vision:kimi_k25",
     "mistral3": "kvern.models.families.pixtral:mistral3",
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "kvern.models.families.qwen_vision:qwen3_vl"

@@ -11,9 +11,11 @@ from kvern.images.views import Grid
 from kvern.layers.build import Build
 from kvern.layers.linear import column, row
 from kvern.layers.loadable import Loadable, copy_rows
+from kvern.layers.mlp import GatedMLP
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
-from kvern.spec.vision import MergingSpec, PoolingSpec, ProjectorSpec
+from kvern.spec.model import MlpSpec
+from kvern.spec.vision import GatedSpec, MergingSpec, PoolingSpec, ProjectorSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
@@ -35,8 +37,7 @@ class MergingProjector(Module):
 
     def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
         normal = states if self._late else self.norm(states)
-        parts = torch.split(normal, [grid.cells for grid in grids])
-        merged = torch.cat([self._merged(part, grid) for part, grid in zip(parts, grids, strict=True)])
+        merged = side_by_side(normal, grids, self.merge, channels_first=self.merging_layer is not None)
         if self._late:
             merged = self.norm(merged)
         if self.merging_layer is not None:
@@ -44,12 +45,22 @@ class MergingProjector(Module):
         rows: Tensor = self.linear_2(self.activation(self.linear_1(merged)))
         return rows
 
-    def _merged(self, states: Tensor, grid: Grid) -> Tensor:
-        """The states of neighbours side by side: `[tokens, width * merge^2]`."""
-        size = self.merge
-        squares = states.view(grid.rows // size, size, grid.columns // size, size, -1)
-        order = (0, 2, 1, 3, 4) if self.merging_layer is None else (0, 2, 4, 1, 3)
-        return squares.permute(order).flatten(2).flatten(0, 1)
+
+class GatedProjector(Module):
+    """Another way from the states of patches to rows; see GatedSpec."""
+
+    def __init__(self, spec: GatedSpec, width: int, build: Build) -> None:
+        super().__init__()
+        self.merge = spec.merge
+        self.downsample = column(build, width * spec.merge**2, {"downsample": spec.hidden}, bias=True)
+        self.proj = column(build, spec.hidden, {"proj": spec.hidden})
+        self.norm = Norm(spec.norm, spec.hidden, "norm", build)
+        self.mlp = GatedMLP(spec.hidden, MlpSpec(spec.inner, spec.activation), build)
+
+    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        merged = self.downsample(side_by_side(states, grids, self.merge))
+        rows: Tensor = self.mlp(F.gelu(self.norm(self.proj(merged))))
+        return rows
 
 
 class Standard(Loadable):
@@ -93,9 +104,20 @@ class PoolingProjector(Module):
         return squares.mean((1, 3)).flatten(0, 1)
 
 
+def side_by_side(states: Tensor, grids: Sequence[Grid], size: int, *, channels_first: bool = False) -> Tensor:
+    """The states of `size` x `size` neighbours side by side, or the channels of all: `[tokens, width * size^2]`."""
+    order = (0, 2, 4, 1, 3) if channels_first else (0, 2, 1, 3, 4)
+    merged = []
+    for part, grid in zip(torch.split(states, [grid.cells for grid in grids]), grids, strict=True):
+        squares = part.view(grid.rows // size, size, grid.columns // size, size, -1)
+        merged.append(squares.permute(order).flatten(2).flatten(0, 1))
+    return torch.cat(merged)
+
+
 PROJECTORS: Mapping[type, Callable[[Any, int, Build], Module]] = {
     MergingSpec: MergingProjector,
     PoolingSpec: PoolingProjector,
+    GatedSpec: GatedProjector,
 }
 """The projector of each kind of spec: called with the spec, the width of the states, and the build."""
 

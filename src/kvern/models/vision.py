@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.device.transfer import upload
 from kvern.images.views import Grid, Order
 from kvern.layers.block import Places, SequentialLayer
 from kvern.layers.build import Build
 from kvern.layers.embedding import Table
+from kvern.layers.halves import Update
 from kvern.layers.linear import column
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.module import Identity, Module
@@ -57,7 +59,7 @@ class PatchRope(Module):
         self._of_rows, self._of_columns = halves
         self._in_pairs = spec.order == "pairs"
         self._dtype = build.dtype
-        self._is_whole = "cpu_layers" in build.kernels
+        self._is_whole = not build.kernels.isdisjoint(("cpu_layers", "rotary"))
 
     def forward(self, grids: Sequence[Grid], order: Tensor | None) -> Rotation:
         """The rotation of all patches, row by row or in another order."""
@@ -94,9 +96,16 @@ class PositionTable(Module):
         return torch.cat([self._between(table, grid) for grid in grids]).to(self.pos_embed.weight.dtype)
 
     def _between(self, table: Tensor, grid: Grid) -> Tensor:
-        channels_first = table.permute(2, 0, 1).unsqueeze(0)
-        found = F.interpolate(channels_first, (grid.rows, grid.columns), **self._how)
-        return found[0].flatten(1).t()
+        """One axis after the other: a product with few rows takes less than what PyTorch has for both."""
+        rows, columns = (self._weights(count, table.device) for count in grid)
+        found = (rows @ table.flatten(1)).view(grid.rows, self._side, -1)
+        return (columns @ found).flatten(0, 1)
+
+    def _weights(self, count: int, device: torch.device) -> Tensor:
+        """The share `[count, side]` that each entry of one axis has in each of `count` places between them."""
+        entries = torch.eye(self._side, device=device)[None, :, :, None]
+        found = F.interpolate(entries, (count, 1), **self._how)
+        return found[0, :, :, 0].t()
 
 
 class AxisTables(Module):
@@ -157,8 +166,11 @@ class VisionTower(WeightedModel):
         hidden = self.patch_norm(self.patches(pixels.to(self.build.dtype)))
         if self.positions is not None:
             hidden = hidden + self.positions(grids)
-        order, runs = windows_of(grids, self._side, hidden.device) if self._side else (None, [])
-        hidden, update = hidden if order is None else hidden[order], None
+        order, runs = windows_of(grids, self._side) if self._side else (None, [])
+        if order is not None:
+            order = upload(order.tolist(), torch.int64, hidden.device)
+            hidden = hidden.index_select(0, order)
+        update: Update = None
         hidden = self.ln_pre(hidden)
         rotation = positions_alone(hidden) if self.rope is None else self.rope(grids, order)
         whole = StepContext(rotation, attend([grid.cells for grid in grids]))
@@ -191,13 +203,16 @@ def _positions(spec: VisionSpec, build: Build) -> Module | None:
     return PositionTable(spec.table, spec.tower.hidden_size, build, bicubic=spec.bicubic)
 
 
-def windows_of(grids: Sequence[Grid], side: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """The order `[P]` in which patches stand window by window, and how many each window has; see WindowSpec."""
+def windows_of(grids: Sequence[Grid], side: int) -> tuple[Tensor, list[int]]:
+    """The order `[P]` in which patches stand window by window, and how many each window has; see WindowSpec.
+
+    Both are on the host.
+    """
     orders: list[Tensor] = []
     counts: list[int] = []
     first = 0
     for grid in grids:
-        rows, columns = (torch.arange(count, device=device) // side for count in grid)
+        rows, columns = (torch.arange(count) // side for count in grid)
         window = (rows[:, None] * (-(-grid.columns // side)) + columns).flatten()
         orders.append(window.argsort(stable=True) + first)
         counts += window.bincount().tolist()
@@ -212,7 +227,9 @@ def _in_rows(states: Tensor, order: Tensor | None) -> Tensor:
 
 def check_weights(folder: Path, spec: VisionSpec) -> None:
     """Raises CorruptCheckpoint if the files of a folder lack weights of the encoder, by their headers."""
-    check_fits(VisionTower(spec, _build(spec, torch.float32, LoadOptions(device="meta"))), folder, read_headers(folder))
+    check_fits(
+        VisionTower(spec, vision_build(spec, torch.float32, LoadOptions(device="meta"))), folder, read_headers(folder)
+    )
 
 
 def load_vision(folder: Path, spec: VisionSpec, options: LoadOptions) -> VisionTower:
@@ -225,11 +242,12 @@ def load_vision(folder: Path, spec: VisionSpec, options: LoadOptions) -> VisionT
         return VisionTower(replace(spec, tower=tower), build)
 
     stored = None if options.load_format == "dummy" else read_headers(folder)
-    build = _build(spec, parse_dtype(options.dtype), options)
+    build = vision_build(spec, parse_dtype(options.dtype), options)
     return filled_model(make, spec.tower, build, folder, stored)
 
 
-def _build(spec: VisionSpec, dtype: torch.dtype, options: LoadOptions) -> Build:
+def vision_build(spec: VisionSpec, dtype: torch.dtype, options: LoadOptions) -> Build:
+    """The options of the layers of an encoder."""
     linear = linear_methods({}, Unquantized(), options.quantization)
     if spec.clipped:
         clipped = imported("kvern.formats.clipped:Clipped")(linear.default)

@@ -33,7 +33,7 @@ class StepEmbeddings(NamedTuple):
 
     source     [T] the index of the row of each token; -1: the token has its id alone
     rows       [N, hidden] on the device, N <= T, as of `EmbeddedTokens`; None: all tokens have ids alone
-    positions  [T, 3] int64, by which rotary embeddings turn; None: those in the text
+    positions  [T, 3] int64 on the host, by which rotary embeddings turn; None: those in the text
     """
 
     source: Sequence[int]

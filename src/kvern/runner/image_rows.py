@@ -128,18 +128,17 @@ class ImageRows:
     def _layers(self, start: EncodingStart, tower: VisionTower) -> Iterator[Tensor | None]:
         file, settings = ImageFile(b"", *start.size), self._settings
         grids = settings.grids(file)
-        patches = torch.frombuffer(bytearray(start.pixels), dtype=torch.uint8)
-        patches = patches.view(sum(grid.cells for grid in grids), -1).to(tower.build.device)
+        device, patches = tower.build.device, torch.frombuffer(bytearray(start.pixels), dtype=torch.uint8)
+        patches = patches if device.type == "cpu" else patches.pin_memory().to(device, non_blocking=True)
+        patches = patches.view(sum(grid.cells for grid in grids), -1)
         for rows in tower.by_layers(self._normalized(patches), grids, partial(_attend, tower)):
             yield None if rows is None else tower.in_order(rows, settings.order(file))
 
     def _normalized(self, patches: Tensor) -> Tensor:
         """Pixels `[P, channels * patch * patch]` of 0 to 255 as an encoder reads them."""
         settings = self._settings
-        mean, deviation = (
-            torch.tensor(each, device=patches.device).repeat_interleave(settings.patch**2)
-            for each in (settings.mean, settings.deviation)
-        )
+        colours = [*settings.mean, *settings.deviation]
+        mean, deviation = upload(colours, torch.float32, patches.device).repeat_interleave(settings.patch**2).chunk(2)
         return (patches.float() * (1 / 255) - mean) / deviation
 
     def abandon(self) -> None:

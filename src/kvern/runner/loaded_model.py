@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvern.drafting.models.medusa_heads import MedusaHeads
     from kvern.runner.cached_model import EmbeddingSource
     from kvern.runner.processor_rows import ProcessorRows
+    from kvern.spec.vision import VisionSpec
     from kvern.structured.masks import GrammarRows
 
 
@@ -134,13 +135,18 @@ class StepBackend(Protocol):
         ...
 
 
+VISION_KERNELS = frozenset({"rotary"})
+"""The kernels of a GPU that an encoder of images may use."""
+
+
 class Stored(NamedTuple):
     """A model as its steps multiply: what it is made of, how its weights are stored, and who shares it.
 
-    `has_head`: a draft head guesses beside it.
+    `has_head`: a draft head guesses beside it. `vision`: the encoder of images beside it.
     """
 
     spec: ModelSpec
     methods: LinearMethods
     ranks: Ranks = ALONE
     has_head: bool = False
+    vision: "VisionSpec | None" = None

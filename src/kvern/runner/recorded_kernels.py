@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from kvern.adapters.bank import AdapterBank
+from kvern.attention.bidirectional import TorchAttend
 from kvern.attention.groups import group_layers
 from kvern.attention.texts import PackedTexts
 from kvern.config import EngineConfig
 from kvern.device.device_batch import decodes_on_device
-from kvern.device.text_batch import build_text_batch
+from kvern.device.text_batch import TextBatch, build_text_batch
+from kvern.images.views import Grid
 from kvern.kernels import batch, constraints, logprobs, masks, sampling
 from kvern.kernels import drafts as drafting
 from kvern.kernels.adapters import SPLIT_ROWS
@@ -35,15 +37,18 @@ from kvern.layers.block import adds_by_norms
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear
 from kvern.layers.moe import ExpertsBeside, MoE
-from kvern.layers.step_context import StepAdapters
+from kvern.layers.step_context import StepAdapters, StepContext
 from kvern.layers.tuning import timed_layers, tune
 from kvern.models.encoder import Encoder
+from kvern.models.loader import LoadOptions
+from kvern.models.vision import VisionTower, vision_build
 from kvern.ranks.peer_sums import TIMED_ROWS, PeerExchange, PeerSums, Way
 from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.request import PromptInput
 from kvern.request.step import ScheduledTokens
 from kvern.runner.dummy_steps import LONGEST, META, ROWS, DummySteps
-from kvern.runner.loaded_model import Stored
+from kvern.runner.loaded_model import VISION_KERNELS, Stored
+from kvern.spec.vision import VisionSpec
 
 MOST_DECODES = 128
 """Tokens of a step of decodes alone; a step of more is a run."""
@@ -117,6 +122,8 @@ def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, *, 
                 recorder.join_states()
             if config.adapter_places:
                 recorder.adapt()
+            if model.vision is not None:
+                _encode_patches(dtype, model.vision)
     return launches
 
 
@@ -128,6 +135,18 @@ def _read_texts(config: EngineConfig, dtype: torch.dtype, model: Stored) -> None
     for lengths in ((1, 67, 5), (1,)):
         texts = build_text_batch([PromptInput([0] * length) for length in lengths], 0, META)
         encoder.read(texts, PackedTexts(model.spec.attentions, dtype, texts))
+
+
+def _encode_patches(dtype: torch.dtype, vision: VisionSpec) -> None:
+    """Run a layer of each kind of an encoder of images, on few patches and on many."""
+    tower = VisionTower(vision, vision_build(vision, dtype, LoadOptions(device=META, kernels=VISION_KERNELS)))
+    nothing = torch.empty(1, dtype=torch.int32, device=META)
+    for grid in (Grid(4, 4), Grid(64, 64)):
+        line = TextBatch([grid.cells], *(nothing,) * 5)
+        step = StepContext(tower.rope([grid], None), TorchAttend(vision.tower.attentions, line, dtype))
+        for kind in dict.fromkeys(vision.tower.layers):
+            hidden = torch.empty(grid.cells, vision.tower.hidden_size, dtype=dtype, device=META)
+            tower.layers[vision.tower.layers.index(kind)](hidden, None, step)
 
 
 def _first_call(calls: list[Callable[[], object]]) -> float:

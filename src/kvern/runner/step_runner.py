@@ -151,7 +151,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
             source = upload(embeddings.source, torch.int64, tokens.device)
             tokens = EmbeddedTokens(tokens, source, embeddings.rows)
         if embeddings is not None and embeddings.positions is not None:
-            positions = embeddings.positions
+            positions = upload(embeddings.positions.flatten().tolist(), torch.int64, positions.device).view(-1, 3)
         hidden = self._decoder(tokens, positions, attend, wanted, adapters, states, inputs)
         if not is_last:
             if model.states is not None:

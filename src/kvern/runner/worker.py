@@ -38,7 +38,7 @@ from kvern.runner.device import (
     check_states,
 )
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
-from kvern.runner.loaded_model import Draft, LoadedModel, Runner, StepBackend, Stored
+from kvern.runner.loaded_model import VISION_KERNELS, Draft, LoadedModel, Runner, StepBackend, Stored
 from kvern.runner.memory import DeviceMemory, report_groups
 from kvern.runner.plan import (
     CPU_KERNELS,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from kvern.runner.cached_model import EmbeddingSource
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
+    from kvern.spec.vision import VisionSpec
     from kvern.structured.masks import GrammarRows
 
 MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
@@ -143,7 +144,8 @@ class Worker:
             sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
         has_head = self._draft is not None and (reads_embeddings(config, self._draft) or is_medusa(self._draft))
-        model = Stored(self._spec, methods, self._ranks, has_head)
+        vision = self._vision if device.type == "cuda" and self._ranks.stage.is_first else None
+        model = Stored(self._spec, methods, self._ranks, has_head, vision)
         draft = None if self._draft is None or device.type != "cuda" else self._stored_draft(self._draft)
         kernels, of_draft = usable_kernels(config, dtype, device, self._startup, model, draft, config.has_drafts)
         check_state_kernels(self._spec, kernels, device)
@@ -321,11 +323,15 @@ class Worker:
                 ),
             )
 
+    @cached_property
+    def _vision(self) -> "VisionSpec | None":
+        """The encoder of images that is used."""
+        dummy = self._config.load_format == "dummy"
+        return usable_vision(self._folder, read_config(self._folder), dummy=dummy)
+
     def _load_images(self, plan: Plan) -> "tuple[VisionTower | None, Callable[[int], EmbeddingSource] | None]":
         """The encoder of images, and what makes rows of them; None: the model has no encoder."""
-        config = self._config
-        dummy = config.load_format == "dummy"
-        vision = usable_vision(self._folder, read_config(self._folder), dummy=dummy)
+        config, vision = self._config, self._vision
         if vision is None:
             return None, None
         from kvern.images.settings import settings_of
@@ -345,7 +351,7 @@ class Worker:
                     plan.dtype,
                     self.device,
                     load_format=config.load_format,
-                    kernels=CPU_KERNELS if plan.kernels >= CPU_KERNELS else frozenset(),
+                    kernels=CPU_KERNELS if plan.kernels >= CPU_KERNELS else plan.kernels & VISION_KERNELS,
                     deterministic=config.deterministic,
                     quantization=config.quantization if self.device.type == "cpu" else None,
                 )

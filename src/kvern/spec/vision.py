@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvern.spec.model import ModelSpec, NormSpec
+    from kvern.spec.model import Activation, ModelSpec, NormSpec
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,19 @@ class PoolingSpec:
     standard: bool = False
 
 
-ProjectorSpec = MergingSpec | PoolingSpec
+@dataclass(frozen=True)
+class GatedSpec:
+    """Another way to rows: one matrix of `merge` x `merge` patches side by side, one of that, a norm and GELU, and a
+    gated MLP of width `inner` with `activation`."""
+
+    hidden: int
+    inner: int
+    merge: int
+    activation: "Activation"
+    norm: "NormSpec"
+
+
+ProjectorSpec = MergingSpec | PoolingSpec | GatedSpec
 """The kinds of projectors."""
 
 

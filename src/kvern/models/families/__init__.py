@@ -25,6 +25,9 @@ gemma4.gemma4           gemma4 Gemma4ForConditionalGeneration
 glm_moe.glm             glm GlmForCausalLM
 glm_moe.glm4            glm4 Glm4ForCausalLM
 glm_moe.glm4_moe        glm4_moe Glm4MoeForCausalLM
+glm_moe.glm4v           glm4v Glm4vForConditionalGeneration
+glm_moe.glm46v          glm46v Glm46VForConditionalGeneration
+glm_moe.glm4v_moe       glm4v_moe Glm4vMoeForConditionalGeneration
 glm_moe.dots1           dots1 Dots1ForCausalLM
 gpt_neox.gpt_neox       gpt_neox GPTNeoXForCausalLM
 gpt_oss.gpt_oss         gpt_oss GptOssForCausalLM

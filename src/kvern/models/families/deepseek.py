@@ -22,7 +22,10 @@ from kvern.models.describe import (
 from kvern.models.families.glm_moe import read_sigmoid_moe, tensor_names
 from kvern.models.registry import Config
 from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
-from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
+
+_AS_SAVED = Rename(r"^language_model\.model\.blocks\.", "model.layers.")
+"""Transformers saves the layers of Kimi K2.5 under another name than they are published with, and loads both."""
 
 
 def _scale(config: Config) -> float:
@@ -108,4 +111,6 @@ def deepseek_v32(config: Config) -> ModelSpec:
 
 def kimi_k25(config: Config) -> ModelSpec:
     """The language model of Kimi K2.5 and later, which see images, too."""
-    return text_part(config, deepseek_v3(text_config(config, "deepseek_v3")), "vision_tower", "mm_projector")
+    spec = deepseek_v3(text_config(config, "deepseek_v3"))
+    spec = replace(spec, renames=(_AS_SAVED, *spec.renames))
+    return text_part(config, spec, "vision_tower", "mm_projector")

@@ -1,4 +1,4 @@
-"""GLM-4 and GLM-4-0414 (half of each head rotated in pairs), GLM-4.5 and 4.6, and dots.llm1.
+"""GLM-4 and GLM-4-0414 (half of each head rotated in pairs), GLM-4.5 and 4.6, dots.llm1, and what reads images.
 
 The latter begin with dense layers; the others have experts with sigmoid scores and a shared expert.
 """
@@ -14,6 +14,8 @@ from kvern.models.describe import (
     read_moe,
     read_rms_norm,
     read_rope,
+    text_config,
+    text_part,
     uniform_layers,
 )
 from kvern.models.families.qwen import layers_from
@@ -100,3 +102,20 @@ def glm4(config: Config) -> ModelSpec:
     """GLM-4-0414: norms after attention and MLP as well."""
     sandwiched: Mapping[Placement, str] = {"attention_out": "post_self_attn_layernorm", "mlp_out": "post_mlp_layernorm"}
     return glm(config, {**PRE_NORMS, **sandwiched})
+
+
+def glm4v(config: Config) -> ModelSpec:
+    """The language model of GLM-4.1V and others, GLM-4's, whose queries, keys and values always have biases."""
+    text = text_config(config, "glm4v_text")
+    return text_part(config, glm4({**text, "attention_bias": True, "head_dim": None}), "visual")
+
+
+def glm4v_moe(config: Config) -> ModelSpec:
+    """The language model of GLM-4.5V and 4.6V: GLM-4.5's."""
+    return text_part(config, glm4_moe(text_config(config, "glm4v_moe_text")), "visual")
+
+
+def glm46v(config: Config) -> ModelSpec:
+    """Either of them, as its `text_config` says."""
+    inner = (config.get("text_config") or {}).get("model_type")
+    return glm4v_moe(config) if inner == "glm4v_moe_text" else glm4v(config)

@@ -5,7 +5,7 @@ the three are equal.
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import text_config, text_part
@@ -17,24 +17,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _of_text(config: Config, text_type: str) -> dict[str, Any]:
-    text = text_config(config, text_type)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = text.get(key) or {}
-        if rope.get("rope_type", rope.get("type")) == "mrope":
-            text[key] = {**rope, "rope_type": "default"}
-    return text
-
-
 def qwen2_5_vl(config: Config) -> ModelSpec:
-    text = _of_text(config, f"{config['model_type']}_text")
+    text = text_config(config, f"{config['model_type']}_text")
     inner = (config.get("text_config") or {}).get("tie_word_embeddings", False)  # the outer one is only a default
     text["tie_word_embeddings"] = text.get("tie_word_embeddings", False) or inner
     return text_part(config, qwen2(text), "visual")
 
 
 def qwen3_vl(config: Config) -> ModelSpec:
-    return text_part(config, qwen3(_of_text(config, "qwen3_vl_text")), "visual")
+    return text_part(config, qwen3(text_config(config, "qwen3_vl_text")), "visual")
 
 
 def _outputs_first(stacked: "Tensor", spec: ModelSpec) -> "Tensor":
@@ -53,6 +44,6 @@ def _outputs_first(stacked: "Tensor", spec: ModelSpec) -> "Tensor":
 
 
 def qwen3_vl_moe(config: Config) -> ModelSpec:
-    spec = qwen3_moe({**_of_text(config, "qwen3_vl_moe_text"), "norm_topk_prob": True})
+    spec = qwen3_moe({**text_config(config, "qwen3_vl_moe_text"), "norm_topk_prob": True})
     stacks = Rename(r"\.experts\.(gate_up|down)_proj$", r".experts.\1_proj", _outputs_first)
     return text_part(config, replace(spec, renames=(stacks,)), "visual")
