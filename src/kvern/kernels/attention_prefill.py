@@ -27,9 +27,7 @@ def last_keys(position, query, inside, ends):
 
     query  [ROWS]: indices of the queries, of which those `inside` are some
     """
-    if ends is None:
-        return position
-    return tl.maximum(position, tl.load(ends + query, mask=inside, other=0) - 1)
+    return position if ends is None else tl.maximum(position, tl.load(ends + query, mask=inside, other=0) - 1)
 
 
 class PrefillShape(NamedTuple):
