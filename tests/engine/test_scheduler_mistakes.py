@@ -113,7 +113,10 @@ def passed_by_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepBudget, "chunk", lambda self, start, remaining, wanted: min(remaining, self.tokens, 2))
+    def chunk(self: StepBudget, start: int, remaining: int, *others: int) -> int:
+        return min(remaining, self.tokens, 2)
+
+    monkeypatch.setattr(StepBudget, "chunk", chunk)
 
 
 def forks_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

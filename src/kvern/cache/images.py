@@ -30,6 +30,7 @@ from kvern.cache.messages import EncodingStart, ImageMessage
 from kvern.images.spans import ImageSpan
 from kvern.images.views import Grid
 from kvern.request.request import PromptInput, Request, State
+from kvern.request.spans import cut
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 
 
@@ -127,7 +128,10 @@ class ImagePool(CacheExtension):
         """The images of a new prompt are decoded while it waits for its turn."""
         if not request.spec.prompt.attachments:
             return
-        self._spans[request] = self._limits.spans(request.spec.prompt)
+        prompt = request.spec.prompt
+        self._spans[request] = [
+            span._replace(start=cut(prompt.spans, span.start)) for span in self._limits.spans(prompt)
+        ]  # all of a span of tokens that see each other is computed at once
         is_new = request.leader is None and request.search is None and len(request.token_ids) == request.prompt_length
         if is_new:
             path, _, shared = self._tree.match(request.cache_namespace, contents, request.most_cached)
