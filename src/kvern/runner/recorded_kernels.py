@@ -189,6 +189,9 @@ class StepRecorder:
         self.run_choices(LONGEST)
         for runs in RUNS:
             self._steps.run([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+            if any(layer.spans for layer in self._spec.attentions):
+                spans = [((start, start + count),) if count > 1 else () for start, count, _ in runs]
+                self._steps.run([ScheduledTokens(slot, *run, spans=spans[slot]) for slot, run in enumerate(runs)])
 
         for mixture in self._steps.decoder.modules():
             if isinstance(mixture, MoE | ExpertsBeside):

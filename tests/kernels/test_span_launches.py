@@ -1,0 +1,28 @@
+"""What steps with spans launch is compiled before the first request, in models that have spans and in no others."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvern.config import EngineConfig
+from kvern.layers.linear_format import LinearMethods
+from kvern.layers.unquantized import Unquantized
+from kvern.models.loader import read_config
+from kvern.models.registry import spec_from_config
+from kvern.runner.loaded_model import Stored
+from tests.kernels.recorded import recorded_at_start
+from tests.support.families import make_checkpoint
+
+
+@pytest.mark.parametrize("spans", [True, False])
+def test_steps_with_spans_are_compiled_at_start(spans: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_from_config(read_config(make_checkpoint("gemma3", tmp_path)))
+    layers = tuple(replace(layer, mixer=replace(layer.attention, spans=spans)) for layer in spec.layers)
+    model = Stored(replace(spec, layers=layers), LinearMethods(Unquantized()))
+    config = EngineConfig("", dtype="bfloat16", max_model_len=4096, block_size=16)
+    launched = recorded_at_start([(config, torch.bfloat16, model, False)], monkeypatch)
+    for kernel in ("_prefill_attention_kernel", "_split_attention_kernel"):
+        ends = {arguments[2].ends is not None for (name, _), arguments in launched.items() if name == kernel}
+        assert ends == ({True, False} if spans else {False})
