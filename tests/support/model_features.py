@@ -17,6 +17,7 @@ from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, UnsupportedModel
+from kvern.models.image_models import VISION
 from kvern.models.loader import load_model
 from kvern.models.pooling import POOLING_FILE
 from kvern.quantize import job
@@ -256,6 +257,7 @@ def table() -> str:
         few = 2 * sum(has.values()) < len(has)
         named = ", ".join(f"`{model_type}`" for model_type in has if has[model_type] == few)
         rows.append([name, f"{'only' if few else 'all but'} {named}" if named else "all"])
+    rows.append(["[images](images.md)", f"only {', '.join(f'`{model_type}`' for model_type in sorted(VISION))}"])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
