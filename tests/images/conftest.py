@@ -10,6 +10,8 @@ SAMPLE = {
     "test_the_cache_knows_images_by_their_content",
     "test_what_is_left_out_changes_answers",
 }
+SIBLINGS = {"idefics3", "llava", "llava_siglip"}
+"""Families whose parts the sample tries with others; their pixels alone are compared by day."""
 OF_SPANS = {"test_chunks_end_anywhere_within_an_image", "test_switches_change_nothing"}
 
 
@@ -20,5 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         call = getattr(item, "callspec", None)
         kind = None if call is None else call.params.get("kind")
         sample = SAMPLE | OF_SPANS if kind == "gemma4" else SAMPLE
+        if kind in SIBLINGS:
+            sample = {"test_pixels_are_those_of_transformers"}
         if kind is not None and kind not in CARRIERS and getattr(item, "originalname", "") not in sample:
             item.add_marker(pytest.mark.nightly)

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from tests.support import gemma_vision
+from tests.support import tiled_vision_models as tiled
 
 TEMPLATE = """{% for message in messages %}{{ message.role }}: {% if message.content is string -%}
 {{ message.content }}
@@ -47,6 +48,8 @@ class Family:
     written: str
     unit: int
     longest_span: int = 0
+    inputs: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None
+    """What a model reads of processed images, if these are pieces of one size, which `in_one_row` finds."""
 
     @property
     def image_id(self) -> int:
@@ -288,6 +291,30 @@ FAMILIES = {
         "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
         28,
     ),
+    "llava": Family(
+        tiled.llava, tiled.llava_processor, tiled.LLAVA, "<image>", "<image>", 8, inputs=tiled.piece_inputs
+    ),
+    "llava_siglip": Family(
+        tiled.llava_siglip, tiled.siglip_processor, tiled.LLAVA, "<image>", "<image>", 8, inputs=tiled.piece_inputs
+    ),
+    "llava_next": Family(
+        tiled.llava_next, tiled.llava_next_processor, tiled.LLAVA, "<image>", "<image>", 8, inputs=tiled.sized_inputs
+    ),
+    "internvl": Family(
+        tiled.internvl,
+        tiled.internvl_processor,
+        tiled.INTERNVL,
+        "<IMG_CONTEXT>",
+        "<IMG_CONTEXT>",
+        16,
+        inputs=tiled.piece_inputs,
+    ),
+    "smolvlm": Family(
+        tiled.smolvlm, tiled.smolvlm_processor, tiled.SMOLVLM, "<image>", "<image>", 16, inputs=tiled.tile_inputs
+    ),
+    "idefics3": Family(
+        tiled.idefics3, tiled.idefics_processor, tiled.IDEFICS, "<image>", "<image>", 16, inputs=tiled.tile_inputs
+    ),
 }
 
 
@@ -306,7 +333,9 @@ def make_vision_model(kind: str, folder: Path) -> Path:
     model = AutoModelForImageTextToText.from_config(family.config(), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+            if not parameter.any():
+                parameter.normal_(0, 0.5)
+            elif parameter.dim() > 1:
                 parameter.mul_(6)
             elif not name.endswith(("A_log", "dt_bias")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
@@ -321,8 +350,10 @@ def make_vision_model(kind: str, folder: Path) -> Path:
         "max_patches",
         "max_soft_tokens",
         "pooling_kernel_size",
-    } & settings.keys()
-    (folder / "preprocessor_config.json").write_text(json.dumps({name: settings[name] for name in sorted(kept)}))
+        *tiled.SETTINGS,
+    }
+    given = {name: settings[name] for name in sorted(kept) if settings.get(name) is not None}
+    (folder / "preprocessor_config.json").write_text(json.dumps(given))
     _save_tokenizer(family, folder)
     return folder
 
@@ -343,9 +374,14 @@ def _save_tokenizer(family: Family, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", family.written))
 
 
-def expected_pixels(kind: str, image: Image.Image) -> Tensor:
-    """The pixels of transformers' processor before they are normalized, uint8 `[channels, height, width]`."""
+def expected_pixels(kind: str, image: Image.Image) -> Tensor | list[Tensor]:
+    """The pixels of transformers' processor before they are normalized, uint8 `[channels, height, width]`.
+
+    A list of pieces: of a family that reads them.
+    """
     found = FAMILIES[kind].processor()(image, do_rescale=False, do_normalize=False, return_tensors="pt")
+    if FAMILIES[kind].inputs is not None:
+        return list(tiled.in_one_row(found).to(torch.uint8))
     if kind in ("mistral3", "gemma3"):
         pixels: Tensor = found["pixel_values"][0]
     elif kind.startswith("gemma4"):
@@ -375,7 +411,9 @@ def expected_logprobs(kind: str, folder: Path, token_ids: Sequence[int], images:
     processor, tokens = family.processor(), torch.tensor([list(token_ids)])
     found = [processor(image, return_tensors="pt") for image in images]
     given: dict[str, Tensor] = {}
-    if kind == "mistral3" and images:
+    if family.inputs is not None and images:
+        given = family.inputs(found)
+    elif kind == "mistral3" and images:
         sizes = [tuple(map(int, each["image_sizes"][0])) for each in found]
         pixels = torch.zeros(len(images), 3, max(high for high, _ in sizes), max(wide for _, wide in sizes))
         for number, (each, (high, wide)) in enumerate(zip(found, sizes, strict=True)):

@@ -12,7 +12,7 @@ from kvern.layers.build import Build
 from kvern.layers.halves import Update, joined
 from kvern.layers.mlp import make_mlp
 from kvern.layers.module import Identity, Module
-from kvern.layers.norm import Norm
+from kvern.layers.norm import Gain, Norm
 from kvern.layers.ops import Ops
 from kvern.layers.step_context import StepContext, rows_of
 from kvern.plugins import imported
@@ -58,7 +58,9 @@ class SequentialLayer(Module):
 
         ops = build.ops
 
-        def norm(placement: Placement, part: object) -> Norm | Identity:
+        def norm(placement: Placement, part: object) -> Norm | Gain | Identity:
+            if placement in model.block.gains:
+                return Gain(model.hidden_size, model.block.gains[placement], build)
             name = model.block.norms.get(placement) if part is not None else None
             return Norm(model.norm, model.hidden_size, name, build) if name else Identity(ops.add)
 

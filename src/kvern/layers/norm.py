@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.halves import Update, joined
 from kvern.layers.linear_method import LinearMethod
-from kvern.layers.loadable import Loadable
+from kvern.layers.loadable import Loadable, Vector
 from kvern.spec.model import NormSpec
 
 if TYPE_CHECKING:
@@ -139,6 +139,19 @@ class Norm(NormWeights):
         target = self.get_parameter(kind).narrow(0, first_row, tensor.shape[0])
         tensor = tensor.to(target)
         target.copy_((tensor + self.spec.offset) * self.gain if kind == "weight" else tensor)
+
+
+class Gain(Vector):
+    """A learned factor of each channel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).to(x.dtype)
+
+    def after(self, hidden: Tensor, update: Update) -> tuple[Tensor, Tensor]:
+        """The sum of both, and that times the factors."""
+        hidden, added = joined(hidden, update)
+        whole = hidden if added is None else hidden + added
+        return whole, self.forward(whole)
 
 
 def is_on_cpu(build: BuildOptions) -> bool:

@@ -20,7 +20,11 @@ VISION = {
     "gemma4": "kvern.models.families.gemma4_vision:gemma4",
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), "kvern.models.families.glm_vision:glm4v"),
     "kimi_k25": "kvern.models.families.kimi_vision:kimi_k25",
+    "internvl": "kvern.models.families.internvl:internvl_vision",
+    "llava": "kvern.models.families.llava:llava_vision",
+    "llava_next": "kvern.models.families.llava:llava_next_vision",
     "mistral3": "kvern.models.families.pixtral:mistral3",
+    **dict.fromkeys(("idefics3", "smolvlm"), "kvern.models.families.idefics:idefics3_vision"),
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "kvern.models.families.qwen_vision:qwen3_vl"
     ),

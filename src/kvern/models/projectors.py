@@ -15,7 +15,7 @@ from kvern.layers.mlp import GatedMLP
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
 from kvern.spec.model import MlpSpec
-from kvern.spec.vision import GatedSpec, MergingSpec, PoolingSpec, ProjectorSpec
+from kvern.spec.vision import GatedSpec, MatrixSpec, MergingSpec, PoolingSpec, ProjectorSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
@@ -28,7 +28,7 @@ class MergingProjector(Module):
         self.merge = spec.merge
         self._late = spec.late
         beside = width * spec.merge**2
-        self.norm = Norm(spec.norm, beside if spec.late else width, "norm", build)
+        self.norm = Identity() if spec.norm is None else Norm(spec.norm, beside if spec.late else width, "norm", build)
         self.merging_layer = column(build, beside, {"merging_layer": width}) if spec.reduces else None
         inputs = width if spec.reduces else beside
         self.linear_1 = column(build, inputs, {"linear_1": spec.inner}, bias=spec.bias)
@@ -104,6 +104,19 @@ class PoolingProjector(Module):
         return squares.mean((1, 3)).flatten(0, 1)
 
 
+class MatrixProjector(Module):
+    """The way from the states of patches to rows; see MatrixSpec."""
+
+    def __init__(self, spec: MatrixSpec, width: int, build: Build) -> None:
+        super().__init__()
+        self._merge = spec.merge
+        self.linear = column(build, width * spec.merge**2, {"linear": spec.hidden})
+
+    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        rows: Tensor = self.linear(side_by_side(states, grids, self._merge))
+        return rows
+
+
 def side_by_side(states: Tensor, grids: Sequence[Grid], size: int, *, channels_first: bool = False) -> Tensor:
     """The states of `size` x `size` neighbours side by side, or the channels of all: `[tokens, width * size^2]`."""
     order = (0, 2, 4, 1, 3) if channels_first else (0, 2, 1, 3, 4)
@@ -118,6 +131,7 @@ PROJECTORS: Mapping[type, Callable[[Any, int, Build], Module]] = {
     MergingSpec: MergingProjector,
     PoolingSpec: PoolingProjector,
     GatedSpec: GatedProjector,
+    MatrixSpec: MatrixProjector,
 }
 """The projector of each kind of spec: called with the spec, the width of the states, and the build."""
 

@@ -84,15 +84,15 @@ class PatchRope(Module):
 class PositionTable(Module):
     """A square table of learned positions, `side` on each side, between which the patches of any grid lie evenly."""
 
-    def __init__(self, side: int, width: int, build: Build, *, bicubic: bool) -> None:
+    def __init__(self, side: int, width: int, build: Build, *, bicubic: bool, lead: bool) -> None:
         super().__init__()
         self._side = side
         self._how: dict[str, Any] = {"mode": "bicubic"} if bicubic else {"mode": "bilinear", "align_corners": True}
-        self.pos_embed = Table("pos_embed", side * side, width, build)
+        self.pos_embed = Table("pos_embed", side * side + lead, width, build)
 
     def forward(self, grids: Sequence[Grid]) -> Tensor:
         """The positions of all patches, row by row: `[P, width]`, in interpolation of the nearest ones."""
-        table = self.pos_embed.weight.float().view(self._side, self._side, -1)
+        table = self.pos_embed.weight[-(self._side**2) :].float().view(self._side, self._side, -1)
         return torch.cat([self._between(table, grid) for grid in grids]).to(self.pos_embed.weight.dtype)
 
     def _between(self, table: Tensor, grid: Grid) -> Tensor:
@@ -133,6 +133,7 @@ class VisionTower(WeightedModel):
         self.patch_norm = Norm(spec.tower.norm, width, "patch_norm", build) if spec.patch_norm else Identity()
         self.positions = _positions(spec, build)
         self.ln_pre = Norm(spec.tower.norm, width, "ln_pre", build) if spec.first_norm else Identity()
+        self.lead = Table("lead", 1, width, build) if spec.lead else None
         self.layers = nn.ModuleList(
             SequentialLayer(Places(index, 0), spec.tower, layer, build.at(f"layers.{index}"))
             for index, layer in enumerate(spec.tower.layers)
@@ -142,7 +143,7 @@ class VisionTower(WeightedModel):
         self.deep = nn.ModuleList(
             projector(tap.projector, width, build.at(f"deep.{number}")) for number, tap in enumerate(spec.taps)
         )
-        self.newline = Table("newline", 1, spec.projector.hidden, build) if spec.newline else None
+        self.newline = Table("newline", 1, spec.projector.hidden, build) if "newline" in spec.learned else None
         self._tapped = [tap.layer for tap in spec.taps]
         windows = spec.windows
         self._side = 0 if windows is None else windows.side
@@ -171,9 +172,9 @@ class VisionTower(WeightedModel):
             order = upload(order.tolist(), torch.int64, hidden.device)
             hidden = hidden.index_select(0, order)
         update: Update = None
-        hidden = self.ln_pre(hidden)
-        rotation = positions_alone(hidden) if self.rope is None else self.rope(grids, order)
-        whole = StepContext(rotation, attend([grid.cells for grid in grids]))
+        hidden = self.ln_pre(self._led(hidden, grids))
+        rotation = positions_alone(torch.arange(len(hidden))) if self.rope is None else self.rope(grids, order)
+        whole = StepContext(rotation, attend([grid.cells + self.vision.lead for grid in grids]))
         within = whole._replace(attend=attend(runs)) if runs else whole
         tapped: list[Tensor] = []
         for index, layer in enumerate(self.layers):
@@ -184,7 +185,23 @@ class VisionTower(WeightedModel):
             if index + 1 < len(self.layers):
                 yield None
         states = self.last_norm(_in_rows(hidden if update is None else hidden + update, order))
-        yield torch.cat((self.projector(states, grids), *tapped), 1)
+        yield torch.cat((self.projector(self._of_patches(states, grids), grids), *tapped), 1)
+
+    def _led(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The states of patches, each piece's after the leading state if there is one."""
+        if self.lead is None:
+            return states
+        first: Tensor = self.lead.weight
+        if isinstance(self.positions, PositionTable):
+            first = first + self.positions.pos_embed.weight[:1]
+        pieces = torch.split(states, [grid.cells for grid in grids])
+        return torch.cat([part for piece in pieces for part in (first, piece)])
+
+    def _of_patches(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The states without the leading ones."""
+        if self.lead is None:
+            return states
+        return torch.cat([piece[1:] for piece in torch.split(states, [grid.cells + 1 for grid in grids])])
 
     def in_order(self, rows: Tensor, order: Order | None) -> Tensor:
         """The rows of an image's tokens from `forward`'s rows of its pieces; see `Resizing.order`."""
@@ -200,7 +217,7 @@ def _positions(spec: VisionSpec, build: Build) -> Module | None:
         return None
     if spec.by_axis:
         return AxisTables(spec.table, spec.tower.hidden_size, build)
-    return PositionTable(spec.table, spec.tower.hidden_size, build, bicubic=spec.bicubic)
+    return PositionTable(spec.table, spec.tower.hidden_size, build, bicubic=spec.bicubic, lead=spec.lead)
 
 
 def windows_of(grids: Sequence[Grid], side: int) -> tuple[Tensor, list[int]]:

@@ -317,12 +317,14 @@ class BlockSpec:
 
     `norms` has the checkpoint's names of the norms by their placement. `parallel`: attention and MLP read the same
     residual and are added together; without an "mlp_in" norm they also share the "attention_in" norm. Both are
-    multiplied by `scale` before they are added.
+    multiplied by `scale` before they are added. `gains` has the names of learned factors, one for each channel, in the
+    places of norms.
     """
 
     norms: Mapping[Placement, str] = field(default_factory=lambda: PRE_NORMS, hash=False)
     parallel: bool = False
     scale: float = 1.0
+    gains: Mapping[Placement, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class WindowSpec:
 
 @dataclass(frozen=True)
 class MergingSpec:
-    """The way from the patches' states to rows `[N, hidden]`: a norm, `merge` x `merge` patches side by side, and two
-    matrices with `inner` numbers between them, on which `activation` stands.
+    """The way from the patches' states to rows `[N, hidden]`: a norm, if there is one, `merge` x `merge` patches side
+    by side, and two matrices with `inner` numbers between them, on which `activation` stands.
 
     `reduces`: another matrix first makes one state of the patches; side by side are then their channels, not they.
     `late`: the norm is of the patches side by side.
@@ -42,7 +42,7 @@ class MergingSpec:
     inner: int
     merge: int
     activation: str
-    norm: "NormSpec"
+    norm: "NormSpec | None"
     bias: bool = False
     reduces: bool = False
     late: bool = False
@@ -73,7 +73,15 @@ class GatedSpec:
     norm: "NormSpec"
 
 
-ProjectorSpec = MergingSpec | PoolingSpec | GatedSpec
+@dataclass(frozen=True)
+class MatrixSpec:
+    """One matrix for the states of `merge` x `merge` patches side by side."""
+
+    hidden: int
+    merge: int
+
+
+ProjectorSpec = MergingSpec | PoolingSpec | GatedSpec | MatrixSpec
 """The kinds of projectors."""
 
 
@@ -121,7 +129,8 @@ class VisionSpec:
     axes       tokens of images have positions by row and column in the language model, too
     taps       in the order of layers; the rows of the n-th are added to the states of tokens after the n-th layer
                of the language model
-    newline    the encoder has a row that ends lines of tokens
+    learned    "lead": a state that stands before the patches of each piece, at a position of its own, and makes no row;
+               "newline": a row that ends lines of tokens
     by_axis    positions are the sum of those of a column and of a row, each out of a table of so many
     clipped    products of the layers have bounds
     spans      the tokens of an image see each other, in those layers of the language model that have spans
@@ -144,10 +153,15 @@ class VisionSpec:
     windows: WindowSpec | None = None
     axes: bool = False
     taps: tuple[TapSpec, ...] = ()
-    newline: bool = False
     by_axis: bool = False
     clipped: bool = False
     spans: bool = False
+    learned: tuple[Literal["lead", "newline"], ...] = ()
+
+    @property
+    def lead(self) -> bool:
+        """A learned state stands before the patches of each piece."""
+        return "lead" in self.learned
 
     @property
     def merge(self) -> int:

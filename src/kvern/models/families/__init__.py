@@ -35,6 +35,8 @@ granite.granite         granite GraniteForCausalLM
 granite.granitemoe      granitemoe GraniteMoeForCausalLM
 granite.granitemoehybrid granitemoehybrid GraniteMoeHybridForCausalLM
 hunyuan.hunyuan_v1_dense hunyuan_v1_dense HunYuanDenseV1ForCausalLM
+idefics.idefics3        idefics3 Idefics3ForConditionalGeneration smolvlm SmolVLMForConditionalGeneration
+internvl.internvl       internvl InternVLForConditionalGeneration
 lfm2.lfm2               lfm2 Lfm2ForCausalLM
 lfm2.lfm2_moe           lfm2_moe Lfm2MoeForCausalLM
 llama.llama             llama LlamaForCausalLM internlm3 InternLM3ForCausalLM
@@ -46,6 +48,7 @@ llama.arcee             arcee ArceeForCausalLM
 llama.helium            helium HeliumForCausalLM
 llama.ernie4_5          ernie4_5 Ernie4_5ForCausalLM
 llama.seed_oss          seed_oss SeedOssForCausalLM
+llava.llava             llava LlavaForConditionalGeneration llava_next LlavaNextForConditionalGeneration
 minimax.minimax_m2      minimax_m2 MiniMaxM2ForCausalLM
 llama.mixtral           mixtral MixtralForCausalLM
 bert.modernbert         modernbert

@@ -1,0 +1,61 @@
+"""Pictures of one size, as CLIP and SigLIP read them: the middle of an image, or all of it whatever its shape."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.errors import UnsupportedModel, shown
+from kvern.images.settings import ImageSettings, Resizing, common_settings
+from kvern.images.views import Size, View
+from kvern.spec.vision import VisionSpec
+
+
+@dataclass(frozen=True)
+class Squeezed(Resizing):
+    """The whole picture as a square."""
+
+    side: int
+
+    def size(self, width: int, height: int) -> Size:
+        """Returns the size."""
+        return self.side, self.side
+
+
+@dataclass(frozen=True)
+class CentreCrop(Resizing):
+    """The square in the middle of a picture whose shorter side has `edge` pixels."""
+
+    edge: int
+    side: int
+
+    def views(self, width: int, height: int) -> tuple[View, ...]:
+        """Returns the square."""
+        longer = int(self.edge * max(width, height) / min(width, height))
+        size = (self.edge, longer) if width <= height else (longer, self.edge)
+        return (View.centred(size, (self.side, self.side)),)
+
+
+def square(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
+    """The settings of an encoder that reads squares. Raises UnsupportedModel."""
+    side = spec.table * spec.patch
+    size, crop = (_sides(given.get(name)) for name in ("size", "crop_size"))
+    edge, crops = size.get("shortest_edge"), given.get("do_center_crop", True)
+    resizing: Resizing | None = None
+    if isinstance(edge, int) and edge >= side and crops and crop == {"height": side, "width": side}:
+        resizing = CentreCrop(edge, side)
+    elif size == {"height": side, "width": side} and (not crops or crop in ({}, size)):
+        resizing = Squeezed(side)
+    if resizing is None or given.get("do_pad") or not given.get("do_resize", True):
+        raise UnsupportedModel(
+            f"size, crop_size and do_pad of the image processor are {shown(given.get('size'))}, "
+            f"{shown(given.get('crop_size'))} and {shown(given.get('do_pad'))}: squares of {side} pixels are "
+            "supported, resized or cut from the middle"
+        )
+    return common_settings(given, resizing, spec.patch, spec.merge)
+
+
+def _sides(given: object) -> Mapping[str, Any]:
+    """The sides of a square; older files have numbers, of the shorter side, or of both where a square is cut."""
+    if isinstance(given, int):
+        return {"height": given, "width": given, "shortest_edge": given}
+    return given if isinstance(given, Mapping) else {}
