@@ -10,6 +10,7 @@ from kvern.cache.images import EncoderLimits, ImagePool
 from kvern.cache.manager import KVCacheManager, MakeExtension
 from kvern.cache.messages import EncodingStart, ImageMessage, TierIndex
 from kvern.cache.states import StatePool
+from kvern.errors import UnreadableContent
 from kvern.images.file import ImageFile
 from kvern.images.spans import ImageSpan
 from kvern.images.views import Grid
@@ -23,6 +24,8 @@ LAYERS = 3
 BROKEN = b"\3"
 """Images whose tokens end so cannot be decoded."""
 UNREADABLE = "an image cannot be decoded: as planned"
+TOLD = UnreadableContent.MARK + UNREADABLE
+"""The reason that a request is given."""
 
 
 def spans_of(prompt: PromptInput) -> list[ImageSpan]:
@@ -142,11 +145,11 @@ class ImageEngine(SimulatedEngine):
         self.add(prompt, max_tokens, attachments=tuple(images), **options)
 
     def _check_search(self, request: Request, name: str) -> None:
-        if all(self.heard[answer].stop_reason != UNREADABLE for answer in request.spec.answer_ids):
+        if all(self.heard[answer].stop_reason != TOLD for answer in request.spec.answer_ids):
             super()._check_search(request, name)
 
     def _hear(self, event: TokenEvent) -> None:
-        if event.stop_reason == UNREADABLE:
+        if event.stop_reason == TOLD:
             request = self.requests[event.request_id.split("#")[0] + "#0"]
             assert any(span.key.endswith(BROKEN) for span in spans_of(request.spec.prompt)), "innocent"
             self._ended_outside |= {other for other in self.requests.values() if other.unit == request.unit}
