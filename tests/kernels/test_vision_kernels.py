@@ -20,8 +20,8 @@ from tests.support.vision_models import make_vision_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
 
-KINDS = ["mistral3", "qwen3_vl", "qwen2_5_vl"]
-"""Rotation by rows and columns in turn and one after the other, and windows."""
+KINDS = ["mistral3", "qwen3_vl", "qwen2_5_vl", "llava"]
+"""Rotation by rows and columns in turn and one after the other, windows, and no rotation but a leading state."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -173,8 +173,7 @@ class VisionTower(WeightedModel):
             hidden = hidden.index_select(0, order)
         update: Update = None
         hidden = self.ln_pre(self._led(hidden, grids))
-        rotation = positions_alone(torch.arange(len(hidden))) if self.rope is None else self.rope(grids, order)
-        whole = StepContext(rotation, attend([grid.cells + self.vision.lead for grid in grids]))
+        whole = StepContext(self.rotation(grids, order), attend([grid.cells + self.vision.lead for grid in grids]))
         within = whole._replace(attend=attend(runs)) if runs else whole
         tapped: list[Tensor] = []
         for index, layer in enumerate(self.layers):
@@ -186,6 +185,14 @@ class VisionTower(WeightedModel):
                 yield None
         states = self.last_norm(_in_rows(hidden if update is None else hidden + update, order))
         yield torch.cat((self.projector(self._of_patches(states, grids), grids), *tapped), 1)
+
+    def rotation(self, grids: Sequence[Grid], order: Tensor | None) -> Rotation:
+        """The rotation of all states, as layers take it; `order`: as of `windows_of`, on the device."""
+        if self.rope is None:
+            count = sum(grid.cells + self.vision.lead for grid in grids)
+            return positions_alone(torch.arange(count, device=self.build.device))
+        found: Rotation = self.rope(grids, order)
+        return found
 
     def _led(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
         """The states of patches, each piece's after the leading state if there is one."""
@@ -208,7 +215,7 @@ class VisionTower(WeightedModel):
         if order is None:
             return rows
         assert self.newline is not None, "no row ends lines"
-        return torch.cat((rows, self.newline.weight))[torch.from_numpy(order).to(rows.device)]
+        return torch.cat((rows, self.newline.weight))[upload(order.tolist(), torch.int64, rows.device)]
 
 
 def _positions(spec: VisionSpec, build: Build) -> Module | None:

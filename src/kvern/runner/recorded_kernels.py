@@ -142,10 +142,11 @@ def _encode_patches(dtype: torch.dtype, vision: VisionSpec) -> None:
     tower = VisionTower(vision, vision_build(vision, dtype, LoadOptions(device=META, kernels=VISION_KERNELS)))
     nothing = torch.empty(1, dtype=torch.int32, device=META)
     for grid in (Grid(4, 4), Grid(64, 64)):
-        line = TextBatch([grid.cells], *(nothing,) * 5)
-        step = StepContext(tower.rope([grid], None), TorchAttend(vision.tower.attentions, line, dtype))
+        count = grid.cells + vision.lead
+        line = TextBatch([count], *(nothing,) * 5)
+        step = StepContext(tower.rotation([grid], None), TorchAttend(vision.tower.attentions, line, dtype))
         for kind in dict.fromkeys(vision.tower.layers):
-            hidden = torch.empty(grid.cells, vision.tower.hidden_size, dtype=dtype, device=META)
+            hidden = torch.empty(count, vision.tower.hidden_size, dtype=dtype, device=META)
             tower.layers[vision.tower.layers.index(kind)](hidden, None, step)
 
 
