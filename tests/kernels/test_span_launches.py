@@ -1,6 +1,8 @@
 """What steps with spans launch is compiled before the first request, in models that have spans and in no others."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,16 @@ from kvern.models.registry import spec_from_config
 from kvern.runner.loaded_model import Stored
 from tests.kernels.recorded import recorded_at_start
 from tests.support.families import make_checkpoint
+from tests.support.kernels.attention_batches import make_batch, prefill, split, with_spans
+
+
+def launch(attend: Callable[..., object], **options: int) -> object:
+    batch = make_batch(torch.device("cpu"), [0, 40], [9, 20], 4, 2, 64, torch.bfloat16)
+    return attend(with_spans(batch), **options)
+
+
+LAUNCHES = [partial(launch, attend, **options) for attend in (prefill, split) for options in ({}, {"window": 6})]
+"""An interpreter takes what a compiler refuses: these are compiled, too."""
 
 
 @pytest.mark.parametrize("spans", [True, False])
