@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
+CARRIERS = {"mistral3", "qwen3_vl", "qwen3_5", "gemma4"}
+"""The families with which all options are tried: rows alone, positions by axes, states, tokens that see each other."""
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 768, "max_batch_requests": 8, "gpu_memory_share": 0.1}
 
@@ -73,6 +75,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 )
 def test_answers_are_those_of_a_cpu(options: dict[str, Any], model: tuple[Path, list[RequestOutput]]) -> None:
     folder, expected = model
+    if options and folder.name not in CARRIERS:
+        pytest.skip("other families have these options")
+    if folder.name == "qwen3_5" and "triton_kernels" in options:
+        pytest.skip("states are computed by kernels alone on a GPU")
     with LLM(str(folder), **OPTIONS | options) as llm:
         alike(llm.chat(CONVERSATIONS, PARAMS), expected)
         if "cuda_graphs" not in options and "triton_kernels" not in options:
