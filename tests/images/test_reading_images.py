@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM, PromptInput, RequestOutput, SamplingParams
 from kvern.cli.chat import CONTROL_CHARACTERS, Conversation
 from kvern.errors import InvalidRequest
-from kvern.images.file import read_file
+from kvern.images.file import ImageFile, read_file
 from kvern.images.settings import settings_of
+from kvern.images.spans import largest_image
 from kvern.images.views import Grid
 from kvern.layers.embedding import EmbeddedTokens
 from kvern.models.image_models import vision_of
@@ -137,6 +138,15 @@ def test_answers_are_those_of_transformers(
         with engine(folder, cpu_kernels=False) as plain:
             [output] = plain.chat(talk(*parts), PARAMS)
     check(kind, folder, output, images)
+
+
+def test_the_largest_image_is_rehearsed(folder: Path, llm: LLM) -> None:
+    images = runner_of(llm).model.embeddings
+    largest = largest_image(images._settings)
+    assert images._settings.count(largest) >= images._settings.count(ImageFile(b"", 100, 60))
+    encoded = images.encoded
+    images.rehearse()
+    assert images.encoded == encoded
 
 
 def test_answers_about_images_are_captured_steps(kind: str, folder: Path) -> None:

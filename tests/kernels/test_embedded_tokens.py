@@ -39,6 +39,9 @@ class TableRows:
         self._rows, self._embed = runner.model.rows, runner.model.decoder.embed_tokens
         self.steps = 0
 
+    def rehearse(self) -> None:
+        """Nothing is encoded."""
+
     def fork(self, forked: Sequence[Fork]) -> None:
         """The rows of the batch know their tokens."""
 

@@ -45,6 +45,10 @@ def places_for(settings: ImageSettings, whole_prompt: int = 0) -> int:
 
     `whole_prompt`: the most tokens of a prompt if it is computed in one step; all its images must be there then.
     """
+    return max(LEAST_PLACES, settings.count(largest_image(settings)), whole_prompt)
+
+
+def largest_image(settings: ImageSettings) -> ImageFile:
+    """Returns an image, without its data, of the size that has the most rows."""
     turned = [*SHAPES, *((height, width) for width, height in SHAPES)]
-    largest = max(settings.count(ImageFile(b"", width, height)) for width, height in turned)
-    return max(LEAST_PLACES, largest, whole_prompt)
+    return max((ImageFile(b"", width, height) for width, height in turned), key=settings.count)

@@ -44,6 +44,10 @@ class StepEmbeddings(NamedTuple):
 class EmbeddingSource(Protocol):
     """A source of rows of embeddings for tokens of prompts, such as the parts of an image."""
 
+    def rehearse(self) -> None:
+        """Take the most memory that a step needs for rows, which PyTorch keeps for later ones."""
+        ...
+
     def fork(self, forked: Sequence[Fork]) -> None:
         """Rows of the batch go on from others."""
         ...

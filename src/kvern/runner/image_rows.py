@@ -17,10 +17,10 @@ from kvern.device.transfer import upload
 from kvern.errors import in_a_line
 from kvern.images.file import ImageFile
 from kvern.images.settings import ImageSettings
-from kvern.images.spans import spans_of
+from kvern.images.spans import largest_image, spans_of
 from kvern.images.views import Grid
 from kvern.layers.step_context import Attend
-from kvern.models.vision import VisionTower
+from kvern.models.vision import CHANNELS, VisionTower
 from kvern.request.request import PromptInput
 from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
@@ -89,6 +89,17 @@ class ImageRows:
         """The number of images that were encoded."""
 
     # Encoding
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Compute a layer over the largest image. Raises torch.OutOfMemoryError."""
+        if self._encoder is None:
+            return
+        tower = self._encoder.tower
+        grids = self._settings.grids(largest_image(self._settings))
+        shape = sum(grid.cells for grid in grids), CHANNELS * self._settings.patch**2
+        patches = torch.zeros(shape, dtype=torch.uint8, device=tower.build.device)
+        next(tower.by_layers(self._normalized(patches), grids, partial(_attend, tower)))
 
     def prepare(self, message: ImageMessage) -> list[tuple[int, str]]:
         """Encode as a step says; returns the numbers of those that have ended, and what went wrong with each."""

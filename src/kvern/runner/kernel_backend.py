@@ -3,6 +3,7 @@
 The kinds of steps that are captured as CUDA graphs are registered in `STEP_KINDS`.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,6 +100,9 @@ def run_largest_steps(runner: DeviceRunner, max_tokens: int, kinds: Sequence[Ste
         return 0
     graphs = sum(len(kind.shapes) for kind in kinds)
     return torch.cuda.max_memory_allocated(device) - before + graphs * GRAPH_BYTES
+
+
+logger = logging.getLogger("kvern")
 
 
 class GraphOptions(NamedTuple):
@@ -376,6 +380,12 @@ class KernelBackend:
             return 0
         size, tokens = self._config.block_size, self._plan.max_batch_tokens
         rows = DeviceRows(slots, longest, -(-longest // size), device, scratch_block=0)
+        if loaded.images is not None:
+            try:
+                loaded.images(0).rehearse()
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                logger.warning("the largest images do not fit into the GPU memory beside the weights: they will fail")
         dtype = getattr(torch, self._plan.cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
         attention = self._attention(1, size, dtype, chosen, loaded.decoder, loaded.eight_bit)
