@@ -11,7 +11,7 @@ import torch
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearMethod, LinearShape
 from kvern.layers.norm import Norm
-from kvern.layers.unquantized import Unquantized, UnquantizedMethod
+from kvern.layers.unquantized import Unquantized, UnquantizedMethod, _packs
 from kvern.models.decoder import Decoder
 from kvern.models.describe import with_groups
 from kvern.models.loader import LoadOptions, load_model, load_weights, read_config
@@ -208,7 +208,8 @@ def test_packed_weights_give_the_products_of_plain_ones(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2", tmp_path)
     plain = load_model(folder, LoadOptions(dtype="bf16", unquantized=Plain()))
     packed = load_model(folder, LoadOptions(dtype="bf16"))
-    assert "PackedMethod" in repr(packed) and "PackedMethod" not in repr(plain)
+    assert ("PackedMethod" in repr(packed)) == _packs()  # some processors lack the instructions
+    assert "PackedMethod" not in repr(plain)
     torch.testing.assert_close(logits(packed, PROMPT), logits(plain, PROMPT), rtol=0.05, atol=0.1)
 
 

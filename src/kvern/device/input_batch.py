@@ -140,7 +140,8 @@ def _places(starts: Sequence[int], counts: Sequence[int]) -> IntegerArray:
 
 def _turned(rows: BatchRows, row: IntegerArray, places: torch.Tensor) -> torch.Tensor:
     """The positions of tokens at `places` [T] of their rows, by which rotary embeddings turn."""
-    if not any(rows.request(slot).spec.prompt.turn[1] for slot in dict.fromkeys(row.tolist())):
+    requests = (rows.requests[slot] for slot in dict.fromkeys(row.tolist()))
+    if all(request is None or not request.spec.prompt.turn[1] for request in requests):
         return places
     first, shift = (part[torch.from_numpy(row).to(rows.device)] for part in rows.turns)
     return places + torch.where(places >= first, shift, 0)

@@ -140,12 +140,16 @@ def _per_layer(config: Config) -> PerLayerSpec | None:
     return PerLayerSpec(width, tokens, read_activation(config))
 
 
+MEDIA = {"image_token_id": 258_880, "audio_token_id": 258_881, "video_token_id": 258_884}
+"""The tokens that stand for content other than text, where a configuration does not say."""
+
+
 def gemma4(config: Config) -> ModelSpec:
     """The language model of the published checkpoints, without its encoders."""
     text = text_config(config, "gemma4_text")
     spec = gemma4_text(text)
     if (per_layer := spec.additions.per_layer) is not None:
-        media = [config.get(f"{kind}_token_id") for kind in ("image", "video", "audio")]
+        media = [config.get(name, token) for name, token in MEDIA.items()]
         padding = (int(text.get("pad_token_id") or 0), *sorted(filter(None, media)))
         spec = replace(spec, additions=replace(spec.additions, per_layer=replace(per_layer, padding=padding)))
     return text_part(config, spec, "vision_tower", "embed_vision", "audio_tower", "embed_audio")

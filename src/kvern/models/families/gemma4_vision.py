@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import read_activation
+from kvern.models.families.gemma4 import MEDIA
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import (
@@ -97,7 +98,7 @@ def gemma4(config: Config) -> VisionSpec:
         PatchRopeSpec(theta, head_dim, "twice"),
         PoolingSpec(int(text["hidden_size"]), merge, plain, hidden**0.5, bool(vision.get("standardize", False))),
         ImageTokens("<|image|>", begin="<|image>", end="<image|>", special=("<|image>", "<image|>")),
-        int(config["image_token_id"]),
+        int(config.get("image_token_id", MEDIA["image_token_id"])),
         "kvern.images.gemma:gemma4",
         table=int(vision["position_embedding_size"]),
         by_axis=True,
