@@ -1,17 +1,25 @@
-"""Takes the pictures of the chat page that the documentation shows: python -m tests.support.page_pictures"""
+"""Takes the pictures of the chat page that the documentation shows: python -m tests.support.page_pictures
 
+With the folder of a model of `training.pictures` it takes that of a conversation about a picture, which it answers.
+"""
+
+import io
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from training.draw import Draw
+from training.pictures import FIRST, Scene, is_new, paint
 
 from tests.support.chat_page import ARGUMENTS, CHROMIUM, address, ask, opened, say
 from tests.support.served import Served, serving
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 DESKTOP: Any = {"viewport": {"width": 1200, "height": 880}}
+SMALL: Any = {"viewport": {"width": 900, "height": 700}}
 PHONE: Any = {"viewport": {"width": 360, "height": 740}, "device_scale_factor": 2, "has_touch": True, "is_mobile": True}
 TITLES = ("Names for a bakery", "Why is the sky blue?", "A letter to the landlord", "Tell me a story about a fox.")
 ANSWER = r"""Attention weighs all tokens with one softmax:
@@ -95,11 +103,35 @@ def pictures(browser: Browser, server: Served) -> None:
         take(page, "chat-page-phone")
 
 
+SEEN = Scene((("yellow", "triangle"), ("green", "square")), "blue")
+
+
+def picture_of_shapes(browser: Browser, server: Served) -> None:
+    """A conversation about a picture, with the model's own answers; training showed it no such picture."""
+    assert is_new(SEEN), "the model has seen this combination"
+    drawn = io.BytesIO()
+    paint(SEEN, Draw("the page"), 400).save(drawn, "PNG")
+    with opened(browser, color_scheme="light", **SMALL) as context:
+        page = context.new_page()
+        page.goto(address(server))
+        shapes: Any = {"name": "shapes.png", "mimeType": "image/png", "buffer": drawn.getvalue()}
+        page.get_by_label("Pictures", exact=True).set_input_files(shapes)
+        background = "Which colour is the background?"
+        for number, (question, answer) in enumerate([(FIRST[0], str(SEEN)), (background, SEEN.answers()[background])]):
+            ask(page, question)
+            expect(page.locator(".figures")).to_have_count(number + 1)
+            assert page.locator(".answer .markdown").last.inner_text() == answer
+        page.locator(".scroller").evaluate("box => (box.scrollTop = 0)")
+        take(page, "chat-page-picture")
+
+
 def main() -> None:
     assert CHROMIUM is not None, "Chromium is needed"
-    with serving("--threads", "1") as server, sync_playwright() as playwright:
+    greedy = ("--override-generation-config", '{"temperature": 0}')
+    model = ("--model", sys.argv[1], "--served-model-name", "tiny-shapes", *greedy) if sys.argv[1:] else ()
+    with serving("--threads", "1", *model) as server, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        pictures(browser, server)
+        (picture_of_shapes if model else pictures)(browser, server)
         browser.close()
 
 
