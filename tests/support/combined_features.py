@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvern import LLM, RequestOutput, SamplingParams
+from kvern import LLM, PromptInput, RequestOutput, SamplingParams
 from kvern.request.outputs import CompletionOutput
 from kvern.request.request import sample_seed
 from kvern.request.sampling_params import StructuredOutput
@@ -45,10 +45,15 @@ class Ask:
     adapter: str | None = None
     tools: Mapping[str, Any] = field(default_factory=dict)
     features: frozenset[str] = frozenset()
+    image: bytes | None = None
+    """The file of an image before the question."""
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        return [{"role": "user", "content": self.question}]
+    def messages(self) -> list[dict[str, Any]]:
+        if self.image is None:
+            return [{"role": "user", "content": self.question}]
+        parts = [{"type": "image", "image": self.image}, {"type": "text", "text": self.question}]
+        return [{"role": "user", "content": parts}]
 
     def sampling(self, **changes: Any) -> "Ask":
         return replace(self, params=self.params.replace(**changes))
@@ -103,7 +108,9 @@ class Alone:
         """Log-probabilities of an answer's tokens by the model with an adapter, computed as a prompt."""
         prompt = result.output.prompt_token_ids
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=len(prompt))
-        [output] = self._llm.generate([[*prompt, *answer.token_ids]], params, adapter=adapter)
+        image = result.ask.image
+        whole = PromptInput([*prompt, *answer.token_ids], () if image is None else (image,))
+        [output] = self._llm.generate([whole], params, adapter=adapter)
         tables = (output.prompt_logprobs or [])[len(prompt) :]
         return [table[token].logprob for token, table in zip(answer.token_ids, tables, strict=True) if table]
 

@@ -324,11 +324,11 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=numpy.uint8))
 
 
-def make_vision_model(kind: str, folder: Path) -> Path:
-    """Save a model of a family into `folder`."""
+def make_vision_model(kind: str, folder: Path, family: Family | None = None) -> Path:
+    """Save a model of a family, or of a changed one, into `folder`."""
     from transformers import AutoModelForImageTextToText
 
-    family = FAMILIES[kind]
+    family = family or FAMILIES[kind]
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(family.config(), dtype=torch.float32)
     with torch.no_grad():

@@ -1,0 +1,169 @@
+"""Models that read images, divided among processes and with other options of an engine."""
+
+import io
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kvern import LLM, RequestOutput, SamplingParams
+from tests.support.combined_features import Alone, Ask
+from tests.support.combined_images import seeing_model
+from tests.support.families import make_checkpoint
+from tests.support.internals import core_of, vocab_size_of
+from tests.support.rank_features import DIVISIONS
+from tests.support.speculation import AnyLength, speculating
+from tests.support.vision_models import FAMILIES, make_vision_model, picture
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+BY_DAY = "mistral3"
+KINDS = [BY_DAY, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("qwen3_vl", "qwen3_5"))]
+
+
+def file(number: int) -> bytes:
+    stream = io.BytesIO()
+    picture(60 + 10 * number % 50, 90, number).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def with_image(ask: Ask, number: int) -> Ask:
+    """Two requests in three have an image, and some of them the same."""
+    return replace(ask, image=file(number % 5)) if number % 3 else ask
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    made = Alone(**seeing_model(request.param, tmp_path_factory.mktemp(request.param)))
+    yield made
+    made.check()
+
+
+def test_an_image_is_part_of_the_answer(alone: Alone) -> None:
+    """Answers would differ if the image of another request were read."""
+    ask = Ask("What is it?", SamplingParams(temperature=0, max_tokens=8, logprobs=1))
+    found = [alone(replace(ask, image=image)).answers[0].logprobs for image in (None, file(1), file(2))]
+    assert all(found.count(one) == 1 for one in found)
+
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 256, "max_batch_requests": 8}
+
+
+def conversations() -> list[list[dict[str, Any]]]:
+    asks = [with_image(Ask("What is it?", PARAMS), number) for number in range(5)]
+    return [ask.messages for ask in asks]
+
+
+def answers(outputs: Sequence[RequestOutput]) -> list[Any]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model of a kind, or Qwen3-VL with experts."""
+    if request.param != "experts":
+        return make_vision_model(request.param, tmp_path / "model")
+    plain = FAMILIES["qwen3_vl"]
+
+    def config() -> Any:
+        made = plain.config().to_dict()
+        sizes = {"text_config": made["text_config"] | EXPERTS, "vision_config": made["vision_config"]}
+        ids = {name: value for name, value in made.items() if name.endswith("_token_id")}
+        for part in sizes.values():
+            part.pop("model_type")
+        return AutoConfig.for_model("qwen3_vl_moe", **sizes, **ids, tie_word_embeddings=False)
+
+    return make_vision_model("qwen3_vl", tmp_path / "model", replace(plain, config=config))
+
+
+DIVIDED = [
+    pytest.param(
+        "experts" if "enable_expert_parallel" in options else BY_DAY, options, id=name, marks=pytest.mark.nightly
+    )
+    for name, options in DIVISIONS.items()
+]
+
+
+@pytest.mark.parametrize(("folder", "options"), DIVIDED, indirect=["folder"])
+def test_divided_models_read_images(folder: Path, options: dict[str, Any]) -> None:
+    with LLM(str(folder), **OPTIONS) as llm:
+        expected = llm.chat(conversations(), PARAMS)
+    with LLM(str(folder), **OPTIONS, **options) as llm:
+        assert answers(llm.chat(conversations(), PARAMS)) == answers(expected)
+
+
+NEAR = {"quantization": {"quantization": "int8"}, "KV cache in INT8": {"kv_cache_dtype": "int8"}}
+
+
+@pytest.mark.parametrize("options", [pytest.param(NEAR[name], id=name, marks=pytest.mark.nightly) for name in NEAR])
+@pytest.mark.parametrize("folder", [BY_DAY], indirect=True)
+def test_numbers_of_fewer_bits_stay_near(folder: Path, options: dict[str, Any]) -> None:
+    def numbers(**more: Any) -> torch.Tensor:
+        params = PARAMS.replace(max_tokens=1, prompt_logprobs=0, logprobs=None)
+        with LLM(str(folder), **OPTIONS, **more) as llm:
+            outputs = llm.chat(conversations(), params)
+        entries = [entry for output in outputs for entry in output.prompt_logprobs or [] if entry]
+        return torch.tensor([next(iter(entry.values())).logprob for entry in entries])
+
+    plain, found = numbers(), numbers(**options)
+    assert 0 < (found - plain).abs().median() < 0.1 * plain.std()
+
+
+@pytest.mark.parametrize("folder", [BY_DAY], indirect=True)
+def test_images_come_out_of_a_tier(folder: Path) -> None:
+    """Blocks that left the cache come back for the same image alone."""
+    tiered = OPTIONS | {"kv_cache_tokens": 64, "block_size": 4, "max_model_len": 64, "kv_tier": "tier of a table"}
+    asked = [with_image(Ask("What is it?", PARAMS), number).messages for number in (1, 2, 4)]
+    with LLM(str(folder), **OPTIONS, prefix_cache=False) as llm:
+        expected = [answers(llm.chat(one, PARAMS)) for one in asked]
+    with LLM(str(folder), **tiered) as llm:
+        for _ in range(2):
+            assert [answers(llm.chat(one, PARAMS)) for one in asked] == expected
+        executor: Any = core_of(llm).executor
+        assert executor.tier.loaded
+
+
+@pytest.mark.parametrize("folder", [BY_DAY], indirect=True)
+def test_images_are_read_with_the_same_bits_alone_and_in_a_batch(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS | {"dtype": "bfloat16"}, deterministic=True, prefix_cache=False) as llm:
+        together = [output.outputs for output in llm.chat(conversations(), PARAMS)]
+        assert [llm.chat(one, PARAMS)[0].outputs for one in conversations()] == together
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(BY_DAY, marks=pytest.mark.nightly),
+        pytest.param("qwen3_5", marks=pytest.mark.nightly),
+    ],
+    indirect=True,
+)
+def test_drafts_after_images_change_nothing(folder: Path) -> None:
+    with LLM(str(folder), **OPTIONS, prefix_cache=False, proposer="ngram") as llm:
+        core_of(llm).drafting = None
+        expected = llm.chat(conversations(), PARAMS)
+        with speculating(llm, expected, 0.7):
+            assert answers(llm.chat(conversations(), PARAMS)) == answers(expected)
+            counts = llm.statistics()
+    assert 0 < counts.accepted_tokens < counts.draft_tokens
+
+
+@pytest.mark.parametrize("folder", [BY_DAY], indirect=True)
+def test_a_draft_model_may_see_no_images(folder: Path, tmp_path: Path) -> None:
+    draft = make_checkpoint("llama", tmp_path / "draft", vocab_size=320, max_position_embeddings=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, draft)
+    with LLM(str(folder), **OPTIONS) as llm:
+        expected = llm.chat(conversations(), PARAMS)
+    with LLM(str(folder), **OPTIONS, draft_model=str(draft)) as llm:
+        core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), on_device=3)
+        assert answers(llm.chat(conversations(), PARAMS)) == answers(expected)
+        assert llm.statistics().draft_tokens
