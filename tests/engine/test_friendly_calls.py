@@ -97,8 +97,10 @@ def test_arguments_of_calls_are_named(llm: LLM) -> None:
             llm.generate("Once", **options)
     with pytest.raises(InvalidRequest, match="chat has no argument 'thinking_buget': did you mean thinking_budget"):
         llm.chat(TALK, thinking_buget=4)  # type: ignore[call-arg]
-    with pytest.raises(InvalidRequest, match="a prompt has prompt, multi_modal_data: give prompt or prompt_token_ids"):
-        llm.generate({"prompt": "Once", "multi_modal_data": {}})
+    with pytest.raises(InvalidRequest, match="a prompt has prompt, mm_data: give prompt or prompt_token_ids"):
+        llm.generate({"prompt": "Once", "mm_data": {}})
+    with pytest.raises(InvalidRequest, match="multi_modal_data has image: it may have nothing: this model reads text"):
+        llm.generate({"prompt": "Once", "multi_modal_data": {"image": b""}})
     with pytest.raises(InvalidParameter, match="beam_search needs beam_width"):
         llm.beam_search("Once")
     with pytest.raises(InvalidRequest, match="kvern-12m has no labels"):

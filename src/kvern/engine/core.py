@@ -27,7 +27,7 @@ from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
 from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
-from kvern.errors import UnreadableContent, in_a_line
+from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
 from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
@@ -217,8 +217,7 @@ class EngineCore(EngineLoop):
         """
         if failed := self.scheduler.cache.failed():
             reasons = {request.unit: reason for request, reason in failed}
-            said = {unit: f"{UnreadableContent.MARK}{reason}" for unit, reason in reasons.items()}
-            return [event for unit, reason in said.items() for event in self._fail_unit(unit, reason)]
+            return [event for unit, reason in reasons.items() for event in self._fail_unit(unit, reason)]
         if self._trial.settle():
             self.scheduler.restrict(self._trial.units)
         if self._held:
