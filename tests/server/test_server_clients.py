@@ -36,14 +36,16 @@ def test_predicted_outputs(server: Served) -> None:
     half = len(text) // 2
     parts = [{"type": "text", "text": part} for part in (text[:half], text[half:])]
     accepted = 0
-    for content in (text, parts):
+    for number, content in enumerate((text, parts) * 4):
+        if number > 1 and accepted:
+            break
         found = client.chat.completions.create(prediction={"type": "content", "content": content}, **asked)
         details = found.usage.completion_tokens_details
         assert (found.choices[0].message.content, found.usage.completion_tokens) == (text, tokens)
         assert 0 <= details.accepted_prediction_tokens <= tokens
         assert details.rejected_prediction_tokens >= 0
         accepted += details.accepted_prediction_tokens
-    assert accepted > 0, "how many drafts pay is measured, but the first ones are tried"
+    assert accepted > 0, "how many drafts pay is measured, but some are tried, also on a busy machine"
     options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
     chunks = list(
         client.chat.completions.create(
