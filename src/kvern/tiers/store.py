@@ -1,0 +1,119 @@
+"""Stores: they keep pages by name, outside the device. `make_store` makes one from an option such as disk:/path:500GB.
+
+A page is the bytes of one kind for 64 tokens, such as keys and values of one KV head in all layers of a stage. All
+pages of a kind have the same size. A name is a digest of 32 bytes: of the page's content key, its kind, and the
+identity, which stands for the model, its number formats and the format of pages.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvern.errors import ConfigError, did_you_mean
+from kvern.plugins import Plugins
+
+NAME_BYTES = 32
+IDENTITY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What all pages of an engine have in common, and what every store of the engine is told.
+
+    digest: 16 bytes; pages of different digests are never exchanged
+    description: what the digest stands for, such as model, dtype and layers; for people, who read it beside the pages
+    max_age: seconds after which a page that was written is a miss; None: never
+    """
+
+    digest: bytes
+    description: Mapping[str, str] = field(default_factory=dict)
+    max_age: float | None = None
+
+
+class Store(Protocol):
+    """Keeps pages by name: immutable bytes.
+
+    It may lie, fail and be late; nobody trusts it: the shelf checks the header and the sum of each page. All methods
+    block; the shelf calls them from threads of its own, one or more for a store, never from the engine's thread, with a
+    deadline after which it continues without the answer. The thread may still write to the places, which are not used
+    again before it returns. A method that raises counts as a failure for all names.
+    """
+
+    @property
+    def is_local(self) -> bool:
+        """True if `has` answers from memory, in microseconds a name: the engine's thread may call it."""
+        ...
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        """Returns which pages the store probably has."""
+        ...
+
+    def get(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
+        """Copies pages into `places`, writable bytes of the pages' sizes. Returns which were filled, whole."""
+        ...
+
+    def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
+        """Keeps copies of pages. Returns which are kept now; a page that was kept before counts."""
+        ...
+
+    def close(self) -> None:
+        """Ends the store's threads and connections; other methods are not called again."""
+        ...
+
+
+STORES: Plugins[Callable[[str, Identity], Store]] = Plugins("kind of store of the KV cache", "kvern.kv_stores", own={})
+"""Makers of stores by the KIND of an option KIND:REST. They take REST, and raise ValueError if it is wrong."""
+
+
+def make_store(option: str, identity: Identity) -> Store:
+    """Makes the store that an option KIND:REST names, such as disk:/path:500GB. Raises ConfigError."""
+    kind, colon, rest = option.partition(":")
+    if not colon or kind not in STORES.names:
+        raise ConfigError(
+            f"kv_tier is {shown_option(option)!r}: it must be KIND:REST, where KIND is one of "
+            f"{', '.join(STORES.names) or 'none'}{did_you_mean(kind, STORES.names)}"
+        )
+    try:
+        return STORES.find(kind)(rest, identity)
+    except ValueError as error:
+        raise ConfigError(f"kv_tier is {shown_option(option)!r}: {error}") from error
+
+
+def shown_option(option: str) -> str:
+    """Returns an option for messages and logs, without the password that a URL may have."""
+    return re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", option)
+
+
+SIZES = {
+    "": 1,
+    "B": 1,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+TIMES = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def read_bytes(text: str) -> int:
+    """Returns a number of bytes such as 500GB, 1.5TB or 64GiB. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?) *([A-Za-z]*)", text.strip())
+    count = int(float(found[1]) * SIZES.get(found[2].upper(), 0)) if found else 0
+    if not count:
+        raise ValueError(f"the size {text!r} must be a number of bytes above 0, such as 500GB, 1.5TB or 64GiB")
+    return count
+
+
+def read_age(text: str) -> float:
+    """Returns the seconds of an age such as 3600, 90m, 12h or 7d. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?) *([a-z]?)", text.strip())
+    seconds = float(found[1]) * TIMES.get(found[2], 0) if found else 0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"the age {text!r} must be a time above 0 in seconds, or such as 90m, 12h or 7d")
+    return seconds
