@@ -63,7 +63,9 @@ class Store(Protocol):
         ...
 
 
-STORES: Plugins[Callable[[str, Identity], Store]] = Plugins("kind of store of the KV cache", "kvern.kv_stores", own={})
+STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(
+    "kind of store of the KV cache", "kvern.kv_stores", own={"disk": "kvern.tiers.disk:disk"}
+)
 """Makers of stores by the KIND of an option KIND:REST. They take REST, and raise ValueError if it is wrong."""
 
 
