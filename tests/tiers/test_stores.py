@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern.tiers.store import Identity, Store
+from kvern.tiers.store import Store
 from tests.support.page_stores import PAGE, get, has, name_of, opened, page_of, put
+from tests.support.redis_server import needs_server, redis_server
 
 
 @contextlib.contextmanager
@@ -18,10 +19,18 @@ def disk_option(folder: Path) -> Iterator[str]:
     yield f"disk:{folder}:100MB"
 
 
-KINDS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"disk": disk_option}
+@contextlib.contextmanager
+def valkey_option(folder: Path) -> Iterator[str]:
+    folder.mkdir()
+    with redis_server(folder) as server:
+        yield f"valkey://127.0.0.1:{server.port}"
 
 
-@pytest.fixture(scope="module", params=sorted(KINDS))
+KINDS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {"disk": disk_option, "valkey": valkey_option}
+MARKS = {"valkey": [needs_server]}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=MARKS.get(kind, [])) for kind in KINDS])
 def option(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with KINDS[request.param](tmp_path_factory.mktemp("pages") / "store") as option:
         yield option
@@ -68,17 +77,18 @@ def test_a_place_of_another_size_is_a_miss(store: Store) -> None:
         put(store, [30])
 
 
+def test_a_page_that_was_wrong_is_dropped(store: Store) -> None:
+    put(store, [35, 36])
+    store.drop([name_of(35), name_of(37)])
+    assert has(store, [35, 36]) == get(store, [35, 36]) == [False, True]
+    assert put(store, [35]) == get(store, [35]) == [True]
+
+
 def test_pages_outlive_the_store_that_wrote_them(option: str) -> None:
     with opened(option) as first:
         assert put(first, [40]) == [True]
     with opened(option) as second:
         assert get(second, [40]) == [True]
-
-
-def test_other_identities_have_other_pages(option: str, store: Store) -> None:
-    put(store, [50])
-    with opened(option, Identity(bytes(16))) as other:
-        assert get(other, [50]) == [False]
 
 
 @settings(max_examples=25)
@@ -88,8 +98,9 @@ def test_other_identities_have_other_pages(option: str, store: Store) -> None:
 )
 def test_any_order_of_calls(option: str, calls: list[tuple[bool, list[int]]], size: int) -> None:
     known = set[int]()
-    with opened(option, Identity(size.to_bytes(16, "big"))) as store:
-        for is_put, numbers in calls:
+    with opened(option) as store:
+        for is_put, drawn in calls:
+            numbers = [1000 * size + number for number in drawn]
             if is_put:
                 assert all(put(store, numbers, size))
                 known.update(numbers)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvern.io.files import as_size
 from kvern.tiers.page_folder import Listing, PageFile, PageFolder, on_disk, page_path, temporary_path
+from kvern.tiers.rare_warnings import RareWarnings
 from kvern.tiers.store import Identity, read_bytes
 
 THREADS = 4
@@ -38,7 +39,6 @@ WRITING_BACK = 64
 """Files whose pages the kernel is still writing to the disk."""
 RETRY_PAGES = 8
 """So many pages are left free at least on a disk that has been full."""
-WARN_SECONDS = 600.0
 
 logger = logging.getLogger("kvern")
 
@@ -67,6 +67,7 @@ class DiskStore:
 
     def __init__(self, path: Path, limit: int | None, identity: Identity) -> None:
         self._folder = PageFolder.made(path)
+        self._warnings = RareWarnings(str(path))
         self._identity = identity.digest.hex()
         self._description = identity.description
         self._max_age = identity.max_age
@@ -82,8 +83,9 @@ class DiskStore:
         self._touched: dict[bytes, float] = {}
         self._candidates: deque[PageFile] = deque()
         self._pages = 0
+        self.evicted = 0
+        """Pages that this process has removed to make space."""
         self._writing_back: deque[int] = deque()
-        self._warned: dict[str, float] = {}
         self._new_hits = 0
         self._evicting = threading.Lock()
         self._scanning = threading.Lock()
@@ -109,6 +111,14 @@ class DiskStore:
     def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         """Writes the pages that the folder does not have. Returns which it has now."""
         return self._all(self._keep, names, places)
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Removes pages that are not what they should be."""
+        for name in names:
+            path = page_path(self._identity, name)
+            with contextlib.suppress(OSError):
+                status = os.stat(path, dir_fd=self._folder.root, follow_symlinks=False)
+                self._discard(name, status.st_size)
 
     def close(self) -> None:
         """Ends the threads and closes the folder."""
@@ -159,7 +169,7 @@ class DiskStore:
             if status.st_mtime < self._oldest():
                 return False
             if status.st_size != len(place) or os.preadv(file, [place], 0) != len(place):
-                self._discard(name, PageFile(status.st_atime, status.st_mtime, on_disk(status.st_size), path))
+                self._discard(name, status.st_size)
                 return False
             self._touch(name, file, status)
         except OSError as error:
@@ -180,10 +190,10 @@ class DiskStore:
         else:
             os.utime(file, ns=times, dir_fd=self._folder.root, follow_symlinks=False)
 
-    def _discard(self, name: bytes, page: PageFile) -> None:
-        """Removes a page that is damaged: all pages of one name have the same size."""
+    def _discard(self, name: bytes, size: int) -> None:
+        """Removes a page that is damaged or too old. All pages of one name have the same size."""
         self._index[name[0]].pop(name, None)
-        self._folder.remove(page)
+        self._folder.remove(page_path(self._identity, name), on_disk(size))
 
     def _keep(self, name: bytes, place: memoryview) -> bool:
         path = page_path(self._identity, name)
@@ -208,7 +218,7 @@ class DiskStore:
         except FileNotFoundError:
             return False
         if status.st_size != size or status.st_mtime < self._oldest():
-            self._discard(name, PageFile(status.st_atime, status.st_mtime, on_disk(status.st_size), path))
+            self._discard(name, status.st_size)
             return False
         self._touch(name, path, status)
         self._index[name[0]][name] = status.st_mtime
@@ -293,7 +303,8 @@ class DiskStore:
             while total > target and self._candidates:
                 page = self._candidates.popleft()
                 if self._folder.is_unused(page):
-                    total -= self._folder.remove(page)
+                    total -= self._folder.remove(page.path, page.size)
+                    self.evicted += 1
                     if page.path.startswith(self._identity):
                         self._index[int(page.name[:2], 16)].pop(bytes.fromhex(page.name), None)
         return total
@@ -320,7 +331,7 @@ class DiskStore:
             if page.written >= oldest:
                 found[bytes.fromhex(page.name)] = page.written
             else:
-                self._folder.remove(page)
+                self._folder.remove(page.path, page.size)
         known = self._index[int(listing.prefix, 16)].copy()
         recent = {name: written for name, written in known.items() if written >= listing.begun}
         self._index[int(listing.prefix, 16)] = found | recent
@@ -341,7 +352,7 @@ class DiskStore:
             try:
                 self.scan()
             except (OSError, ValueError) as error:
-                self._warn("scan", f"its files cannot be listed: {error}")
+                self._warnings.warn("scan", f"its files cannot be listed: {error}")
             wait = max(RESCAN_SECONDS, (time.monotonic() - begun) / RESCAN_SHARE)
 
     def _filled_up(self, error: OSError, size: int) -> bool:
@@ -352,7 +363,7 @@ class DiskStore:
             self._spare = max(int(self._folder.bytes.add() * SLACK), RETRY_PAGES * size)
             self._adapt_limit()
             self._evict(self._limit)
-        self._warn("full", f"{error.strerror}: it keeps fewer pages, so that {as_size(self._spare)} stay free")
+        self._warnings.warn("full", f"{error.strerror}: it keeps fewer pages, so that {as_size(self._spare)} stay free")
         return False
 
     def _adapt_limit(self) -> None:
@@ -361,15 +372,8 @@ class DiskStore:
             self._limit = max(0, min(self._most, self._folder.bytes.add() + self._folder.free() - self._spare))
 
     def _failed(self, what: str, error: OSError) -> bool:
-        self._warn(what, f"a page cannot be {'read' if what == 'read' else 'written'}: {error.strerror}")
+        self._warnings.warn(what, f"a page cannot be {'read' if what == 'read' else 'written'}: {error.strerror}")
         return False
-
-    def _warn(self, kind: str, text: str) -> None:
-        """Warns, once in a while for each kind of trouble."""
-        now = time.monotonic()
-        if now - self._warned.get(kind, -WARN_SECONDS) >= WARN_SECONDS:
-            self._warned[kind] = now
-            logger.warning("%s, a store of KV pages: %s", self._folder.path, text)
 
 
 class _Counted:

@@ -248,12 +248,12 @@ class PageFolder:
             return False
         return max(status.st_atime, status.st_mtime) <= max(page.used, page.written)
 
-    def remove(self, page: PageFile) -> int:
-        """Removes a page. Returns the bytes that are free again; 0 if another process was faster."""
-        if not self.unlink(page.path):
+    def remove(self, path: str, size: int) -> int:
+        """Removes a page of so many bytes. Returns the bytes that are free again; 0 if another process was faster."""
+        if not self.unlink(path):
             return 0
-        self.bytes.add(-page.size)
-        return page.size
+        self.bytes.add(-size)
+        return size
 
     def remove_empty(self, identity: str) -> None:
         """Removes the folder of an identity, if no page is left in it and none is being written."""

@@ -58,13 +58,23 @@ class Store(Protocol):
         """Keeps copies of pages. Returns which are kept now; a page that was kept before counts."""
         ...
 
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Removes pages that were not what they should be, so that they can be put again."""
+        ...
+
     def close(self) -> None:
         """Ends the store's threads and connections; other methods are not called again."""
         ...
 
 
 STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(
-    "kind of store of the KV cache", "kvern.kv_stores", own={"disk": "kvern.tiers.disk:disk"}
+    "kind of store of the KV cache",
+    "kvern.kv_stores",
+    own={
+        "disk": "kvern.tiers.disk:disk",
+        "valkey": "kvern.tiers.valkey:valkey",
+        "valkeys": "kvern.tiers.valkey:valkeys",
+    },
 )
 """Makers of stores by the KIND of an option KIND:REST. They take REST, and raise ValueError if it is wrong."""
 
