@@ -1,6 +1,7 @@
 """The encoder of images by kernels for CPUs and by PyTorch: the same rows, and quantized ones near them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvern.models.loader import LoadOptions, read_config
 from kvern.models.vision import VisionTower, load_vision
 from kvern.runner.image_rows import _attend
 from kvern.runner.plan import CPU_KERNELS
+from kvern.spec import vision
 from tests.support.cache_folder import load_kernels
 from tests.support.vision_models import FAMILIES, make_vision_model
 
@@ -26,7 +28,7 @@ SIZES = [(3, 2), (1, 5), (6, 7)]
 
 
 @pytest.fixture(autouse=True)
-def kernels() -> None:
+def library() -> None:
     load_kernels("cpu_linear", 1)
 
 
@@ -44,12 +46,12 @@ def _loaded(folder: Path, dtype: str, **options: Any) -> VisionTower:
 
 def rows(tower: VisionTower, *, joined: bool = False) -> Tensor:
     """The rows of the pictures of all SIZES. `joined`: the first two see each other."""
-    vision = tower.vision
-    grids = [Grid(rows * vision.merge, columns * vision.merge) for rows, columns in SIZES]
+    merge = tower.vision.merge
+    grids = [Grid(rows * merge, columns * merge) for rows, columns in SIZES]
     cells = sum(grid.cells for grid in grids)
-    pixels = torch.randn(cells, 3 * vision.patch**2, generator=torch.Generator().manual_seed(1))
+    pixels = torch.randn(cells, 3 * tower.vision.patch**2, generator=torch.Generator().manual_seed(1))
 
-    def attend(runs: Sequence[int]) -> Attend:
+    def attend(runs: Sequence[int], sliced: bool) -> Attend:
         return _attend(tower, [sum(runs[:2]), *runs[2:]] if joined else runs)
 
     with torch.inference_mode():
@@ -88,3 +90,24 @@ def test_int8_quantizes_the_encoder_too(tower: Callable[..., VisionTower], kerne
     quantized = tower("float32", kernels=kernels, quantization="int8")
     assert {item.name for item in methods(quantized.layers)} == {"int8 by row, W8A8"}
     assert 0 < distance(rows(quantized), rows(tower("float32"))) < 0.25  # random weights are far from even
+
+
+@pytest.mark.parametrize("kernels", [frozenset(), CPU_KERNELS], ids=["PyTorch", "kernels"])
+def test_slices_of_a_large_picture_are_the_whole(
+    kernels: frozenset[str], tower: Callable[..., VisionTower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tower("float32", kernels=kernels)
+    grid = Grid(5 * made.vision.merge, 7 * made.vision.merge)
+    pixels = torch.randn(grid.cells, 3 * made.vision.patch**2)
+
+    def parts() -> list[Tensor | None]:
+        with torch.inference_mode():
+            return list(made.by_parts(pixels, [grid], partial(_attend, made)))
+
+    *layers, expected = parts()
+    assert len(layers) + 1 == made.vision.parts([grid.cells]) == len(made.layers)
+    monkeypatch.setattr(vision, "SLICE_PAIRS", grid.cells**2 // 3)
+    *sliced, found = parts()
+    assert len(sliced) + 1 == made.vision.parts([grid.cells]) > len(layers) + 1
+    assert expected is not None and found is not None and not any(part is not None for part in sliced)
+    assert distance(found, expected) < 1e-5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
+from kvern.kernels.norm import add_any_norm, add_rms_norm, coded_rms_norm, rms_norm
 from tests.support.kernels.references import CODINGS, codings, relative_error, rms_norm_reference
 
 
@@ -25,6 +25,27 @@ def test_add_rms_norm_changes_the_residual_in_place(device: torch.device) -> Non
     out = add_rms_norm(x, update, weight, 1e-5)
     assert relative_error(x, total) < 1e-6
     assert relative_error(out, rms_norm_reference(total, weight, 1e-5)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "width", "add", "scaled"), [(1, 64, False, True), (5, 1000, True, True), (3, 72, True, False)]
+)
+def test_any_norm(
+    device: torch.device, rows: int, width: int, add: int, scaled: int, dtype: torch.dtype, kind: str
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, update = (torch.randn(2, rows, width, generator=generator) + 3).to(dtype).to(device)
+    weight, bias = torch.randn(2, width, generator=generator).to(device) if scaled else (None, None)
+    total = (x + update if add else x).double()
+    centred = total - total.mean(-1, keepdim=True) if kind == "layer" else total
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = expected if weight is None or bias is None else expected * weight + bias
+    torch.full((3 * rows * width,), float("nan"), device=device)
+    out = add_any_norm(x, update if add else None, weight, bias, 1e-6, kind)
+    assert torch.equal(x.double(), total)
+    assert relative_error(out, expected) < (1e-6 if dtype is torch.float32 else 1e-3)
 
 
 @pytest.mark.parametrize("name", CODINGS)

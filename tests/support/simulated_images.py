@@ -20,7 +20,8 @@ from kvern.request.step import ModelRunnerOutput, SchedulerOutput
 from tests.support.simulated_device import Setup, SimulatedDevice
 from tests.support.simulated_engine import SimulatedEngine
 
-LAYERS = 3
+PARTS = 3
+"""Each image has so many, or one or two more."""
 BROKEN = b"\3"
 """Images whose tokens end so cannot be decoded."""
 UNREADABLE = "an image cannot be decoded: as planned"
@@ -35,6 +36,11 @@ def spans_of(prompt: PromptInput) -> list[ImageSpan]:
         name = bytes(prompt.token_ids[first : last + 1])
         found.append(ImageSpan(name, first, last + 1, len(name), [Grid(1, len(name))], ImageFile(name, 1, 1)))
     return found
+
+
+def parts_of(grids: Sequence[Grid]) -> tuple[int, float]:
+    """How many parts an image has, and what each costs."""
+    return PARTS + grids[0].cells % 3, 0.4 * grids[0].cells
 
 
 class SimulatedDecoder:
@@ -67,7 +73,7 @@ class ImageSetup(Setup):
     seed: int = 0
 
     def cache(self, tier: TierIndex | None) -> KVCacheManager:
-        limits = EncoderLimits(spans_of, self.places, LAYERS, lambda grids: 0.4 * grids[0].cells, not self.chunked)
+        limits = EncoderLimits(spans_of, self.places, parts_of, not self.chunked)
         extensions: list[MakeExtension] = [partial(ImagePool, limits, SimulatedDecoder(self.seed))]
         if self.states:
             extensions.insert(0, partial(StatePool, self.states, 1))
@@ -107,12 +113,12 @@ class ImageDevice(SimulatedDevice):
         for start in message.begun:
             assert bytes(start.pixels) == start.key
             self._encoding[start.number] = start, 0
-        for number, count in message.layers:
-            start, layers = self._encoding[number]
-            self._encoding[number] = start, layers + count
+        for number, count in message.parts:
+            start, parts = self._encoding[number]
+            self._encoding[number] = start, parts + count
         for number in message.ended:
-            start, layers = self._encoding.pop(number)
-            assert layers == LAYERS
+            start, parts = self._encoding.pop(number)
+            assert parts == PARTS + len(start.places) % 3
             self._known[start.key] = start.places
             for row, place in enumerate(start.places):
                 self.places[place] = start.key, row

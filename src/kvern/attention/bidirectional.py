@@ -28,11 +28,13 @@ class StoredTexts:
     The next layer writes when the one before has been computed. All `layers` have heads of the same size.
     """
 
-    def __init__(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, batch: TextBatch) -> None:
-        """`dtype`: of the activations."""
+    def __init__(
+        self, layers: Sequence[AttentionSpec], dtype: torch.dtype, lengths: Sequence[int], device: torch.device
+    ) -> None:
+        """`dtype`: of the activations. `lengths`: of the texts."""
         self._layers = layers
-        self._dtype, self._device = dtype, batch.starts.device
-        self._tokens = sum(batch.lengths)
+        self._dtype, self._device = dtype, device
+        self._tokens = sum(lengths)
 
     @cached_property
     def _slots(self) -> Tensor:
@@ -64,6 +66,19 @@ class StoredTexts:
         return out if wanted is None else out.index_select(0, wanted)
 
 
+class TorchSlices(StoredTexts):
+    """A `SlicedAttend` of one text, by PyTorch."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._key, self._value = key, value
+        return query
+
+    def of(self, layer: int, query: Tensor) -> Tensor:
+        query, key, value = (part.unsqueeze(0).transpose(1, 2) for part in (query, self._key, self._value))
+        attended = F.scaled_dot_product_attention(query, key, value, scale=self._layers[layer].scale)
+        return attended.transpose(1, 2).squeeze(0)
+
+
 class TorchAttend(StoredTexts):
     """An `Attend` by PyTorch for the texts of a batch; a `PagedAttend` for layers that rotate, and store that.
 
@@ -71,7 +86,7 @@ class TorchAttend(StoredTexts):
     """
 
     def __init__(self, layers: Sequence[AttentionSpec], batch: TextBatch, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(layers, dtype, batch)
+        super().__init__(layers, dtype, batch.lengths, batch.starts.device)
         self._groups = [(length, len(list(group))) for length, group in groupby(batch.lengths)]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -124,8 +139,13 @@ class CompiledTexts:
         return self._attention.attend((Step(table, requests), torch.cat(slots)))
 
 
-def attend_once(layers: Sequence[AttentionSpec], build: Build, batch: TextBatch) -> Attend:
-    """An `Attend` of the layers of a build for one batch, with memory of its own if kernels attend."""
+def attend_once(layers: Sequence[AttentionSpec], build: Build, batch: TextBatch, *, sliced: bool = False) -> Attend:
+    """An `Attend` of the layers of a build for one batch, with memory of its own if kernels attend.
+
+    `sliced`: a `SlicedAttend` of a single text.
+    """
+    if sliced:
+        return TorchSlices(layers, build.dtype, batch.lengths, batch.starts.device)
     if "cpu_attention" not in build.kernels:
         return TorchAttend(layers, batch, build.dtype)
     return CompiledTexts(layers, build.dtype, sum(batch.lengths), len(batch.lengths)).attend(batch)

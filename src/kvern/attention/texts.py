@@ -18,7 +18,7 @@ class PackedTexts(StoredTexts):
 
     def __init__(self, layers: Sequence[AttentionSpec], dtype: torch.dtype, batch: TextBatch) -> None:
         """`dtype`: of the activations."""
-        super().__init__(layers, dtype, batch)
+        super().__init__(layers, dtype, batch.lengths, batch.starts.device)
         self._shape = prefill_shape(layers[0].head_dim, element_size=dtype.itemsize)
         longest_first = sorted(enumerate(batch.lengths), key=lambda text: -text[1])
         tiles = [(text, first) for text, length in longest_first for first in range(0, length, self._shape.queries)]

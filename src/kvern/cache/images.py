@@ -1,6 +1,6 @@
 """Rows of encoded images in a pool on the device: who waits for which, what is encoded when, and what is evicted.
 
-    wanted --places, Decoder.begin--> DECODING --pixels--> ENCODING, some layers a step --report--> READY --> evicted
+    wanted --places, Decoder.begin--> DECODING --pixels--> ENCODING, some parts a step --report--> READY --> evicted
 
 A request waits, ENCODING, until the image of its next token is READY; others run meanwhile. A request that runs and
 comes to an image that is not READY computes nothing until it is. Nothing is decoded or encoded of an image whose tokens
@@ -57,15 +57,14 @@ class EncoderLimits:
 
     spans   finds the images of a prompt
     places  how many rows the device keeps
-    layers  how many layers the encoder has
-    cost    of one layer over the pieces of an image: the tokens that the language model computes in the same time
+    parts   in how many parts the pieces of an image are encoded, layers or slices of layers, and the cost of each: the
+            tokens that the language model computes in the same time
     whole   a prompt is computed in one step, before which all its images must be READY
     """
 
     spans: Callable[[PromptInput], Sequence[ImageSpan]]
     places: int
-    layers: int
-    cost: Callable[[Sequence[Grid]], float]
+    parts: Callable[[Sequence[Grid]], tuple[int, float]]
     whole: bool = False
 
 
@@ -79,14 +78,14 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False)
 class _Image:
-    """An image with places. `layers`: as many as steps were given. `used`: the last step that may touch its rows."""
+    """An image with places. `parts`: as many as steps were given. `used`: the last step that may touch its rows."""
 
     number: int
     span: ImageSpan
     places: list[int]
     stage: Stage = Stage.DECODING
     pixels: memoryview | None = None
-    layers: int = 0
+    parts: int = 0
     used: int = 0
     wanted: dict[Request, None] = field(default_factory=dict)
 
@@ -242,7 +241,7 @@ class ImagePool(CacheExtension):
         self._pool.release(image.places)
         if image.stage is Stage.DECODING:
             self._decoder.cancel(image.number)
-        if image.layers:
+        if image.parts:
             self._message.dropped.append(image.number)
         for request in image.wanted:
             if request in self._waiting:
@@ -305,7 +304,7 @@ class ImagePool(CacheExtension):
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """What steps have begun to encode is lost; READY is what a step has reported that came back."""
         self._let_run([*self._waiting])
-        for image in [image for image in self._pending.values() if image.layers]:
+        for image in [image for image in self._pending.values() if image.parts]:
             self._drop(image)
         self._message = ImageMessage([], [], [], [])
 
@@ -316,29 +315,29 @@ class ImagePool(CacheExtension):
         return bool(self._pending)
 
     def encode(self, tokens: float) -> float:
-        """At least one layer is computed, if an image is decoded, and no more than costs so many `tokens`."""
+        """At least one part is computed, if an image is decoded, and no more than costs so many `tokens`."""
         spent = 0.0
         for image in self._pending.values():
-            if image.stage is not Stage.ENCODING or not image.wanted or image.layers == self._limits.layers:
+            parts, cost = self._limits.parts(image.span.grids)
+            if image.stage is not Stage.ENCODING or not image.wanted or image.parts == parts:
                 continue
-            cost = self._limits.cost(image.span.grids)
-            count = min(self._limits.layers - image.layers, max(int((tokens - spent) / cost), not spent))
+            count = min(parts - image.parts, max(int((tokens - spent) / cost), not spent))
             if count <= 0:
                 break
             spent += count * cost
-            self._compute(image, count)
+            self._compute(image, count, image.parts + count == parts)
         return spent
 
-    def _compute(self, image: _Image, count: int) -> None:
-        """Have the next step compute some layers of an image."""
+    def _compute(self, image: _Image, count: int, ends: bool) -> None:
+        """Have the next step compute some parts of an image, which are the last ones if it `ends`."""
         if image.pixels is not None:
             span, size = image.span, (image.span.file.width, image.span.file.height)
             self._message.begun.append(EncodingStart(image.number, span.key, size, image.pixels, image.places))
             image.pixels = None
-        self._message.layers.append((image.number, count))
-        image.layers += count
+        self._message.parts.append((image.number, count))
+        image.parts += count
         image.used = self._step + 1
-        if image.layers == self._limits.layers:
+        if ends:
             self._message.ended.append(image.number)
 
     def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
@@ -355,7 +354,7 @@ class ImagePool(CacheExtension):
         for image in [image for image in self._pending.values() if not image.wanted and image.used < output.step]:
             self._drop(image)
         message = self._message
-        if not (message.dropped or message.layers):
+        if not (message.dropped or message.parts):
             return None
         self._message = ImageMessage([], [], [], [])
         return message

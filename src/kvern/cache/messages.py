@@ -95,7 +95,7 @@ class EncodingStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ImageMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
     """What is done about images before a step, in this order.
 
-    `dropped` are given up, `begun` begin, and of the images of `layers` (number, count) so many layers are computed.
+    `dropped` are given up, `begun` begin, and of the images of `parts` (number, count) so many parts are computed.
     The rows of those that are `ended` by that are written to their places, and the report has their numbers, each with
     what is wrong, if anything is.
     """
@@ -104,7 +104,7 @@ class ImageMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
 
     dropped: list[int]
     begun: list[EncodingStart]
-    layers: list[tuple[int, int]]
+    parts: list[tuple[int, int]]
     ended: list[int]
 
 

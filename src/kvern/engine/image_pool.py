@@ -39,18 +39,19 @@ def image_pool(config: EngineConfig, folder: Path) -> "MakeExtension | None":
     limits = EncoderLimits(
         spans=partial(spans_of, settings=settings, image_id=vision.image_id),
         places=places_for(settings, whole_prompt(config, spec)),
-        layers=len(vision.tower.layers),
-        cost=partial(layer_cost, vision, spec),
+        parts=partial(parts_of, vision, spec),
         whole=not config.chunked_prefill,
     )
     return partial(ImagePool, limits, Decoders(folder))
 
 
-def layer_cost(vision: "VisionSpec", spec: ModelSpec, pieces: "Sequence[Grid]") -> float:
-    """Returns about how many tokens the language model computes while the encoder computes a layer over an image.
+def parts_of(vision: "VisionSpec", spec: ModelSpec, pieces: "Sequence[Grid]") -> tuple[int, float]:
+    """Returns the parts of an image, and about how many tokens the language model computes while one is encoded.
 
-    A layer has 12 * hidden_size^2 weights, as those of most models, and a patch attends to all others of its piece.
+    A layer has 12 * hidden_size^2 weights, as those of most models, and a patch attends to all others of its piece, in
+    products that run half as fast as those of matrices.
     """
-    width = vision.tower.hidden_size
-    weights = sum(piece.cells * (12 * width * width + 2 * piece.cells * width) for piece in pieces)
-    return weights / (12 * spec.hidden_size**2 * max(1, len(spec.layers)))
+    width, parts = vision.tower.hidden_size, vision.parts([piece.cells for piece in pieces])
+    weights = sum(piece.cells * (12 * width * width + 4 * piece.cells * width) for piece in pieces)
+    tokens = len(vision.tower.layers) * weights / (12 * spec.hidden_size**2 * max(1, len(spec.layers)))
+    return parts, tokens / parts

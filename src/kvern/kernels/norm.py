@@ -1,4 +1,4 @@
-"""Root-mean-square norms, alone and with the residual addition before them, as numbers or rounded to codes."""
+"""Norms, alone and with the residual addition before them, as numbers; root-mean-square norms also as codes."""
 
 import torch
 import triton
@@ -127,3 +127,62 @@ def _launch(
         num_warps=min(16, max(1, block // 512)),
         launch_pdl=overlap,
     )
+
+
+@Launcher
+@triton.jit
+def _any_norm_kernel(
+    x: tl.tensor,
+    update: tl.tensor | None,
+    weight: tl.tensor | None,
+    bias: tl.tensor | None,
+    out: tl.tensor,
+    epsilon: tl.float32,
+    width: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    if OVERLAP:
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    values = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        values += tl.load(update + row + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(x.dtype.element_ty)
+        tl.store(x + row + column, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    if CENTRED:
+        values = tl.where(inside, values - tl.sum(values, axis=0) / width, 0.0)
+    values *= tl.rsqrt(tl.sum(values * values, axis=0) / width + epsilon)
+    if weight is not None:
+        values *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row + column, values.to(out.dtype.element_ty), mask=inside)
+
+
+def add_any_norm(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    kind: str,
+) -> torch.Tensor:
+    """`x += update` in place, if there is one, then the norm of x, in float32.
+
+    x and update [T, width], contiguous; weight and bias [width], any float dtype; `kind` is "rms" or "layer", which
+    takes the mean away. The sum is rounded to the dtype of x before it is normalised. Moves x twice, update once, the
+    result once.
+    """
+    out = torch.empty_like(x)
+    block, overlap = next_power_of_2(x.shape[1]), overlaps(x.device)
+    update = None if update is None else update.contiguous()
+    _any_norm_kernel[(x.shape[0],)](
+        x, update, weight, bias, out, epsilon, x.shape[1], kind == "layer", block, overlap,
+        num_warps=min(16, max(1, block // 512)), launch_pdl=overlap,
+    )  # fmt: skip
+    return out

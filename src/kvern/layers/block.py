@@ -103,8 +103,12 @@ class SequentialLayer(Module):
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         """All tokens are kept for later ones; the output is that of the tokens `wanted` [S], None: of all."""
         hidden, normal = self.attention_in.after(hidden, update)
-        attended: Tensor = self.attention_out(self.mix(normal, step))
-        hidden, normal = self.mlp_in.after(rows_of(hidden, step.wanted), self._scaled(attended))
+        return self.after_mixer(rows_of(hidden, step.wanted), self.mix(normal, step), step)
+
+    def after_mixer(self, hidden: Tensor, mixed: Tensor, step: StepContext) -> Residual:
+        """The rest of the layer, row by row: `hidden [S, hidden]` is the residual, `mixed` the result of the mixer."""
+        attended: Tensor = self.attention_out(mixed)
+        hidden, normal = self.mlp_in.after(hidden, self._scaled(attended))
         return hidden, self._scaled(self.mlp_out(self.mlp(normal, step.adapters.wanted)))
 
     def _scaled(self, update: Tensor) -> Tensor:

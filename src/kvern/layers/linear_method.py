@@ -257,6 +257,13 @@ class LinearMethod(Module, ABC):
         """
         return None
 
+    def activated(self, activation: str) -> Product | None:
+        """The product with an activation of its results, which may differ with the number of rows.
+
+        None: the activation is a launch of its own.
+        """
+        return None
+
     def embed(self, ids: Tensor) -> Tensor:
         """The rows `ids [T]` int64 of the matrix: `[T, inputs]`. A format that stores embeddings reads those alone."""
         return F.embedding(ids, self.dequantize())

@@ -114,9 +114,14 @@ class PlainMLP(Module):
         self.up_proj = column(build, hidden_size, {"up_proj": spec.width}, bias=spec.bias)
         self.down_proj = row(build, spec.width, "down_proj", hidden_size, bias=spec.bias)
         self.activation = build.ops.activation(spec.activation)
+        self._activated = None if build.deterministic else self.up_proj.method.activated(spec.activation)
 
     def forward(self, x: Tensor, rows: Any = None) -> Tensor:
-        out: Tensor = self.down_proj(self.activation(self.up_proj(x, rows)), rows)
+        if self._activated is not None and rows is None:  # adapters add to what is activated
+            activated = self._activated(x, self.up_proj.bias)
+        else:
+            activated = self.activation(self.up_proj(x, rows))
+        out: Tensor = self.down_proj(activated, rows)
         return out
 
 

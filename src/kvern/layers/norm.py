@@ -53,10 +53,10 @@ class Norm(NormWeights):
         is_rms = spec.kind == "rms"
         if dtype is None:
             dtype = torch.float32 if is_rms and spec.offset else None
-            if build.ops.any_norm is not None:
-                self._compute, dtype = Norm._by_any_norm, torch.float32
-            elif is_rms and spec.weight and build.ops.norm is not None:
+            if is_rms and spec.weight and build.ops.norm is not None:
                 self._compute, self._coded = Norm._by_kernel, build.ops.coded_norm
+            elif build.ops.any_norm is not None:
+                self._compute, dtype = Norm._by_any_norm, torch.float32
             elif is_rms and spec.weight and is_on_cpu(build):
                 self._compute, dtype = Norm._by_length, torch.float32
                 self.gain = math.sqrt(width)

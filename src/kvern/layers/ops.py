@@ -127,14 +127,14 @@ def _triton_activation() -> Mapping[str, Any]:
 
 
 def _triton_norm() -> Mapping[str, Any]:
-    from kvern.kernels.norm import add_rms_norm, coded_rms_norm, rms_norm
+    from kvern.kernels.norm import add_any_norm, add_rms_norm, coded_rms_norm, rms_norm
 
     def norm(hidden: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
         if update is None:
             return rms_norm(hidden, weight, epsilon)
         return add_rms_norm(hidden, update, weight, epsilon)
 
-    return {"norm": norm, "coded_norm": coded_rms_norm}
+    return {"norm": norm, "coded_norm": coded_rms_norm, "any_norm": add_any_norm}
 
 
 def _triton_latents() -> Mapping[str, Any]:

@@ -37,6 +37,13 @@ class PagedAttend(Attend, Protocol):
         """
 
 
+class SlicedAttend(PagedAttend, Protocol):
+    """A `PagedAttend` of one text that gives queries back, and attends when it is asked for a slice of them."""
+
+    def of(self, layer: int, query: Tensor) -> Tensor:
+        """The attention of queries `[S, heads, head_dim]` to all keys that a layer has handed over last."""
+
+
 class Context(NamedTuple):
     """The keys that a request's tokens of a step, `tokens`, see: `places [keys]` int64 in the cache.
 

@@ -132,6 +132,9 @@ class TunedMethod(UnquantizedMethod):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._multiply_by(self._way(x), x, bias)
 
+    def activated(self, activation: str) -> None:
+        """An activation is a launch of its own: cuBLAS, which has one, is one way of several."""
+
     def _way(self, x: Tensor) -> Shape:
         return self._ways[bisect_left(self._most, x.shape[0])]
 

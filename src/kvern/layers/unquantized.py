@@ -122,6 +122,15 @@ class UnquantizedMethod(LinearMethod):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._multiply(x, self.weight, bias)
 
+    def activated(self, activation: str) -> Product | None:
+        """cuBLAS ends a product with a bias by this one activation."""
+        return self._multiply_gelu if activation == "gelu_tanh" and self.shape.device.type == "cuda" else None
+
+    def _multiply_gelu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is None:
+            return F.gelu(self.multiply(x, None), approximate="tanh")
+        return torch._addmm_activation(bias, x, self.weight.t(), use_gelu=True)
+
     def dequantize(self) -> Tensor:
         return self.weight
 

@@ -1,10 +1,10 @@
 """The encoder of images: pixels of patches in, rows of embeddings for the language model out."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from kvern.device.transfer import upload
 from kvern.images.views import Grid, Order
-from kvern.layers.block import Places, SequentialLayer
+from kvern.layers.attention import Attention
+from kvern.layers.block import Places, Residual, SequentialLayer
 from kvern.layers.build import Build
 from kvern.layers.embedding import Table
 from kvern.layers.halves import Update
@@ -21,7 +22,7 @@ from kvern.layers.linear_format import linear_methods
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
 from kvern.layers.rope import Rotation, positions_alone, rows_of_table
-from kvern.layers.step_context import Attend, StepContext
+from kvern.layers.step_context import Attend, SlicedAttend, StepContext
 from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import read_headers
 from kvern.models.loader import LoadOptions, check_fits, filled_model, parse_dtype
@@ -32,6 +33,8 @@ from kvern.spec.model import ModelSpec
 from kvern.spec.vision import PatchRopeSpec, VisionSpec
 
 CHANNELS = 3
+MakeAttend = Callable[[Sequence[int], bool], Attend]
+"""Makes an `Attend` of the lengths of runs of patches that see themselves; with True a `SlicedAttend` of one run."""
 
 
 class Patches(Module):
@@ -150,20 +153,20 @@ class VisionTower(WeightedModel):
         self._whole = range(len(self.layers)) if windows is None else windows.whole
         self.rope = None if spec.rope is None else PatchRope(spec.rope, build)
 
-    def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: Callable[[Sequence[int]], Attend]) -> Tensor:
+    def forward(self, pixels: Tensor, grids: Sequence[Grid], attend: MakeAttend) -> Tensor:
         """The rows `[N, (1 + taps) * hidden of the language model]` of images, one after the other.
 
-        `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized. `attend` makes an
-        `Attend` of lengths: of runs of patches that see themselves.
+        `pixels [P, channels * patch * patch]` are those of their patches, row by row, normalized.
         """
-        *_, rows = self.by_layers(pixels, grids, attend)
+        *_, rows = self.by_parts(pixels, grids, attend)
         assert rows is not None
         return rows
 
-    def by_layers(
-        self, pixels: Tensor, grids: Sequence[Grid], attend: Callable[[Sequence[int]], Attend]
-    ) -> Iterator[Tensor | None]:
-        """Yields None after each layer but the last, and then the rows of `forward`: a step may go on with others."""
+    def by_parts(self, pixels: Tensor, grids: Sequence[Grid], attend: MakeAttend) -> Iterator[Tensor | None]:
+        """Yields None after each part but the last (`VisionSpec.parts`), and then the rows of `forward`.
+
+        A step may go on with others between parts.
+        """
         hidden = self.patch_norm(self.patches(pixels.to(self.build.dtype)))
         if self.positions is not None:
             hidden = hidden + self.positions(grids)
@@ -173,11 +176,17 @@ class VisionTower(WeightedModel):
             hidden = hidden.index_select(0, order)
         update: Update = None
         hidden = self.ln_pre(self._led(hidden, grids))
-        whole = StepContext(self.rotation(grids, order), attend([grid.cells + self.vision.lead for grid in grids]))
-        within = whole._replace(attend=attend(runs)) if runs else whole
+        lengths = [grid.cells + self.vision.lead for grid in grids]
+        slices = self.vision.slices([grid.cells for grid in grids])
+        whole = StepContext(self.rotation(grids, order), attend(lengths, max(slices) > 1))
+        within = whole._replace(attend=attend(runs, False)) if runs else whole
         tapped: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            hidden, update = layer(hidden, update, whole if index in self._whole else within)
+            if slices[index] > 1:
+                whole_layer = cast("SequentialLayer", layer)
+                hidden, update = yield from in_slices(whole_layer, (hidden, update), whole, slices[index])
+            else:
+                hidden, update = layer(hidden, update, whole if index in self._whole else within)
             if index in self._tapped:
                 hidden, update = hidden if update is None else hidden + update, None
                 tapped.append(self.deep[len(tapped)](_in_rows(hidden, order), grids))
@@ -225,6 +234,25 @@ def _positions(spec: VisionSpec, build: Build) -> Module | None:
     if spec.by_axis:
         return AxisTables(spec.table, spec.tower.hidden_size, build)
     return PositionTable(spec.table, spec.tower.hidden_size, build, bicubic=spec.bicubic, lead=spec.lead)
+
+
+def in_slices(
+    layer: SequentialLayer, residual: Residual, step: StepContext, count: int
+) -> Generator[None, None, Residual]:
+    """A layer over one piece, whose `step.attend` is a SlicedAttend, in slices of its rows.
+
+    Yields before each slice, when keys and values of all rows are there.
+    """
+    hidden, normal = layer.attention_in.after(*residual)
+    attention, attend = cast("Attention", layer.self_attn), cast("SlicedAttend", step.attend)
+    queries = attention.attended(attention.qkv_proj(normal), step).view(len(hidden), attention.heads, -1)
+    ended: list[Residual] = []
+    for rows, query in zip(hidden.tensor_split(count), queries.tensor_split(count), strict=True):
+        yield None
+        attended = attend.of(attention.attended.index, query).flatten(1)
+        ended.append(layer.after_mixer(rows, attention.o_proj(attended), step))
+    updates = [update for _, update in ended if isinstance(update, Tensor)]
+    return torch.cat([rows for rows, _ in ended]), torch.cat(updates) if updates else None
 
 
 def windows_of(grids: Sequence[Grid], side: int) -> tuple[Tensor, list[int]]:

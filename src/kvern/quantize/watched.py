@@ -92,6 +92,9 @@ class WatchedMethod(UnquantizedMethod):
             x = self.rounding(x)
         return super().multiply(x, bias)
 
+    def activated(self, activation: str) -> None:
+        """Every product is watched."""
+
 
 class WatchedExperts(StackedExperts):
     """Plain experts: `inputs["gate_up", e]` and `inputs["down", e]` are those of expert e; empty: not recorded.

@@ -81,7 +81,7 @@ class ImageRows:
         self._encoder = encoded
         self._requests: list[RequestImages | None] = [None] * rows
         self._encoding: dict[int, tuple[EncodingStart, Iterator[Tensor | None]]] = {}
-        """The images that are begun, by number, each with its rows after so many `None` as there are layers."""
+        """The images that are begun, by number, each with its rows after a `None` for each part before the last."""
         self._names: dict[int, bytes] = {}
         self._places: dict[bytes, Numbers] = {}
         """The places of the rows of encoded images."""
@@ -92,14 +92,16 @@ class ImageRows:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Compute a layer over the largest image. Raises torch.OutOfMemoryError."""
+        """Compute the first layer over the largest image. Raises torch.OutOfMemoryError."""
         if self._encoder is None:
             return
         tower = self._encoder.tower
         grids = self._settings.grids(largest_image(self._settings))
         shape = sum(grid.cells for grid in grids), CHANNELS * self._settings.patch**2
         patches = torch.zeros(shape, dtype=torch.uint8, device=tower.build.device)
-        next(tower.by_layers(self._normalized(patches), grids, partial(_attend, tower)))
+        parts = tower.by_parts(self._normalized(patches), grids, partial(_attend, tower))
+        for _ in range(2):  # keys and values of all patches, and a slice of what they make, if it has slices
+            next(parts)
 
     def prepare(self, message: ImageMessage) -> list[tuple[int, str]]:
         """Encode as a step says; returns the numbers of those that have ended, and what went wrong with each."""
@@ -111,8 +113,8 @@ class ImageRows:
             self._places.pop(self._names.pop(number, b""), None)
         for start in message.begun:
             self._names[start.number] = start.key
-            self._encoding[start.number] = start, self._layers(start, self._encoder.tower)
-        for number, count in message.layers:
+            self._encoding[start.number] = start, self._parts(start, self._encoder.tower)
+        for number, count in message.parts:
             try:
                 self._compute(number, count)
             except Exception as error:  # such as too little memory
@@ -122,12 +124,12 @@ class ImageRows:
 
     @torch.inference_mode()
     def _compute(self, number: int, count: int) -> None:
-        """Compute some layers of an image; after the last its rows are written."""
+        """Compute some parts of an image; after the last its rows are written."""
         if number not in self._encoding:
             return  # it has failed
-        start, layers = self._encoding[number]
+        start, parts = self._encoding[number]
         for _ in range(count):
-            rows = next(layers)
+            rows = next(parts)
         if rows is not None:
             assert self._encoder is not None
             places = numpy.array(start.places)
@@ -136,13 +138,13 @@ class ImageRows:
             del self._encoding[number]
             self.encoded += 1
 
-    def _layers(self, start: EncodingStart, tower: VisionTower) -> Iterator[Tensor | None]:
+    def _parts(self, start: EncodingStart, tower: VisionTower) -> Iterator[Tensor | None]:
         file, settings = ImageFile(b"", *start.size), self._settings
         grids = settings.grids(file)
         device, patches = tower.build.device, torch.frombuffer(bytearray(start.pixels), dtype=torch.uint8)
         patches = patches if device.type == "cpu" else patches.pin_memory().to(device, non_blocking=True)
         patches = patches.view(sum(grid.cells for grid in grids), -1)
-        for rows in tower.by_layers(self._normalized(patches), grids, partial(_attend, tower)):
+        for rows in tower.by_parts(self._normalized(patches), grids, partial(_attend, tower)):
             yield None if rows is None else tower.in_order(rows, settings.order(file))
 
     def _normalized(self, patches: Tensor) -> Tensor:
@@ -250,9 +252,9 @@ def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]
     return numpy.concatenate(found)
 
 
-def _attend(tower: VisionTower, lengths: Sequence[int]) -> Attend:
+def _attend(tower: VisionTower, lengths: Sequence[int], sliced: bool = False) -> Attend:
     """An `Attend` of a tower for runs of patches."""
-    return attend_once(tower.spec.attentions, tower.build, _line(lengths, tower.build.device))
+    return attend_once(tower.spec.attentions, tower.build, _line(lengths, tower.build.device), sliced=sliced)
 
 
 def _line(lengths: Sequence[int], device: torch.device) -> TextBatch:

@@ -135,7 +135,7 @@ class StepBackend(Protocol):
         ...
 
 
-VISION_KERNELS = frozenset({"rotary"})
+VISION_KERNELS = frozenset({"rotary", "norm"})
 """The kernels of a GPU that an encoder of images may use."""
 
 
