@@ -36,12 +36,12 @@ def test_what_a_kernel_returns(model: str, device: torch.device) -> None:
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("window", [None, 1, 33, 64])
-def test_windows_on_both_sides(window: int | None, device: torch.device) -> None:
+@pytest.mark.parametrize(("window", "causal"), [(None, False), (1, False), (33, False), (64, False), (None, True)])
+def test_what_tokens_see(window: int | None, causal: bool, device: torch.device) -> None:
     """Of texts that end at borders of tiles and beside them."""
     spec, inputs = spec_of("bert", TINY_ENCODERS), Inputs(device, torch.float32)
     kernel = next(kernel for kernel in kernels_of(spec) if kernel.name == "attention within texts")
-    attention = AttentionSpec(1, 1, 16, 0.25, window=window, causal=False)
-    call = kernel.make(spec, inputs, attention, (33, 1, 64, 97))
+    attention = AttentionSpec(1, 1, 16, 0.25, window=window, causal=causal)
+    call = kernel.make(spec, inputs, attention, (33, 1, 64, 97, 200))
     expected = call.reference()
     torch.testing.assert_close(call.launch().double(), expected, rtol=1e-4, atol=1e-4)

@@ -38,7 +38,7 @@ def load(folder: Path, kernels: frozenset[str]) -> VisionTower:
 def rows_of(tower: VisionTower, grids: Sequence[Grid]) -> torch.Tensor:
     def attend(lengths: Sequence[int]) -> Attend:
         counts, nothing = torch.tensor(lengths, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        batch = TextBatch(list(lengths), nothing, nothing, nothing, counts.cumsum(0, dtype=torch.int32), counts)
+        batch = TextBatch(list(lengths), nothing, nothing, nothing, counts.cumsum(0, dtype=torch.int32), counts, counts)
         return attend_once(tower.spec.attentions, tower.build, batch)
 
     count = sum(grid.cells for grid in grids)

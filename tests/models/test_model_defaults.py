@@ -30,13 +30,15 @@ def test_the_table_is_that_of_the_installed_transformers() -> None:
 
 TILED = {"idefics3", "internvl", "llava", "llava_next", "smolvlm"}
 """Models of several language models, which have defaults of their own."""
+TWO_TOWERS = {"clip", "siglip", "siglip2"}
+"""Models whose encoder of texts has them."""
 
 
 def test_every_model_type_has_defaults() -> None:
     types = [name for name in REGISTERED.names if name.islower()]
     known = [name for name in types if completed({}, name)]
     whole = {"gemma3", "gemma3n", "gemma4", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe"}
-    assert {"kimi_k2", *whole, "glm4v", "glm46v", "glm4v_moe", *TILED} == {
+    assert {"kimi_k2", *whole, "glm4v", "glm46v", "glm4v_moe", *TILED, *TWO_TOWERS} == {
         name for name in types if name not in known and "_vl" not in name
     }, "Kimi K2 has those of deepseek_v3, and language models within others their own"
     assert (

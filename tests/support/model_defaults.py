@@ -17,7 +17,10 @@ from kvern.models.registry import FAMILIES
 
 MODELS = Path(kvern.models.describe.__file__).parent
 FILE = MODELS / "defaults.json"
-TEXT_TYPES = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text")
+TEXT_TYPES = (
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text"),
+    *("clip_text_model", "siglip_text_model", "siglip2_text_model"),
+)
 """Model types of inner language models, which are no families."""
 OF_THE_FILE = {"architectures", "dtype", "id2label", "bos_token_id", "eos_token_id", "rope_parameters", "text_config"}
 """Settings that have no effect when omitted, or are derived from others."""

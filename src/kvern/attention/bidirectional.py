@@ -1,4 +1,4 @@
-"""Attention of texts that are read as a whole: every token sees those on both sides, and nothing outlives a step."""
+"""Attention of texts that are read as a whole: tokens see those on both sides, or before them, and nothing is kept."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -108,8 +108,9 @@ def _attended(spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor) ->
     """The attention of tensors `[texts, heads, length, head_dim]`, in runs of queries."""
     length, window = query.shape[2], spec.window
     if window is None or length <= window:
-        yield F.scaled_dot_product_attention(query, key, value, scale=spec.scale)
+        yield F.scaled_dot_product_attention(query, key, value, is_causal=spec.causal, scale=spec.scale)
         return
+    assert not spec.causal, "windows of texts that are read as a whole reach to both sides"
     places = torch.arange(length, device=query.device)
     for begin in range(0, length, LOCAL_QUERIES):
         end = min(begin + LOCAL_QUERIES, length)

@@ -9,7 +9,7 @@ from kvern.attention.bidirectional import StoredTexts
 from kvern.device.text_batch import TextBatch
 from kvern.device.transfer import upload
 from kvern.kernels.attention_prefill import prefill_shape
-from kvern.kernels.attention_texts import TextTiles, text_attention
+from kvern.kernels.attention_texts import TextForm, TextTiles, text_attention
 from kvern.spec.mixers import AttentionSpec
 
 
@@ -29,5 +29,6 @@ class PackedTexts(StoredTexts):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         spec = self._layers[layer]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        text_attention(query, key, value, self._texts, out, self._shape, scale=spec.scale, window=spec.window)
+        form = TextForm(spec.scale, spec.window, spec.causal)
+        text_attention(query, key, value, self._texts, out, self._shape, form)
         return out

@@ -229,7 +229,7 @@ def _encoder_kernels(spec: ModelSpec, dtype: torch.dtype, device: torch.device) 
     encoder.finish()
     positions = spec.encoder.positions - spec.encoder.first_position if spec.encoder.positions else LONGEST
     prompts = [PromptInput([0] * min(TEXT_LENGTH, positions))] * TEXTS
-    texts = build_text_batch(prompts, 0, device)
+    texts = build_text_batch(prompts, spec.encoder, device)
 
     def step() -> None:
         encoder.read(texts, PackedTexts(spec.attentions, dtype, texts))

@@ -117,7 +117,7 @@ class InputProcessor:
             request_id,
             read,
             resolved if grammar is None else resolved.replace(structured=None),  # the grammar says it
-            max_tokens=min(asked.max_tokens or self.max_model_len, self.max_model_len - len(read)),
+            max_tokens=min(asked.max_tokens or self.max_model_len, max(0, self.max_model_len - len(read))),
             seed=asked.seed
             if asked.seed is not None
             else hash((self._seed, count)),  # of integers: the same everywhere
@@ -156,7 +156,20 @@ class InputProcessor:
             read = PromptInput(as_list(prompt))
         self._check_tokens(read.token_ids, len(read.attachments))
         _check_contents(read, self.model)
+        if len(read) < self.model.padded:
+            return self._padded(read)
         return self._checked_spans(self.images.checked(read)) if self.model.reads_images else read
+
+    def _padded(self, prompt: PromptInput) -> PromptInput:
+        """A text of the length that all have. Raises InvalidRequest."""
+        token = self.tokenizer.pad_token_id
+        if token is None or token >= self.vocab_size:
+            raise InvalidRequest(
+                f"{self.model.model_type} pads texts to {self.model.padded} tokens by pad_token, which its tokenizer "
+                f"lacks: add it to tokenizer_config.json, or send {self.model.padded} token ids"
+            )
+        missing = self.model.padded - len(prompt)
+        return msgspec.structs.replace(prompt, token_ids=[*prompt.token_ids, *[token] * missing])
 
     def _checked_spans(self, prompt: PromptInput) -> PromptInput:
         """The prompt, whose spans fit a step. Raises InvalidRequest."""

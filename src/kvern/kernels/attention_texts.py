@@ -1,4 +1,4 @@
-"""Attention within texts that stand one behind the other: every token sees those on both sides, or a window of them.
+"""Attention within texts that stand one behind the other: tokens see those on both sides, a window, or those before.
 
 Keys and values are read where they lie, without blocks. All scores are kept as powers of two.
 """
@@ -27,12 +27,24 @@ class TextTiles(NamedTuple):
     first: Any
 
 
+class TextForm(NamedTuple):
+    """The attention of a layer: the factor of scores, and the keys that a token sees.
+
+    These are all of its text, those less than `window` away, or, if `causal`, those up to itself.
+    """
+
+    scale: float
+    window: int | None = None
+    causal: bool = False
+
+
 class TextShape(NamedTuple):
-    """What the kernel is compiled for: heads, a window or 0, and the queries and keys of a tile."""
+    """What the kernel is compiled for: heads, a window or 0, 1 if causal, and the queries and keys of a tile."""
 
     heads: int
     head_dim: int
     window: int
+    causal: int
     DIM: int
     QUERIES: int
     KEYS: int
@@ -76,6 +88,8 @@ def _tile(
         if SHAPE.window > 0:
             distance = position[None, :] - query_position[:, None]
             visible = visible & (distance < SHAPE.window) & (distance > -SHAPE.window)
+        if SHAPE.causal:
+            visible = visible & (position[None, :] <= query_position[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
     if MASKED and SHAPE.window > 0:  # a query may see nothing of its first keys
@@ -117,6 +131,9 @@ def _text_attention_kernel(
         begin = tl.maximum(first - SHAPE.window + 1, 0) // SHAPE.KEYS * SHAPE.KEYS
         unmasked = begin
         end = tl.minimum(count, first + SHAPE.QUERIES + SHAPE.window - 1)
+    if SHAPE.causal:
+        unmasked = first // SHAPE.KEYS * SHAPE.KEYS
+        end = tl.minimum(count, first + SHAPE.QUERIES)
     for position in tl.range(begin, unmasked, SHAPE.KEYS):
         maximum, total, gathered = _tile(
             queries, maximum, total, gathered, position + tl.arange(0, SHAPE.KEYS), count, row, keys, values,
@@ -138,11 +155,9 @@ def text_attention(
     texts: TextTiles,
     out: torch.Tensor,
     shape: PrefillShape,
-    *,
-    scale: float,
-    window: int | None = None,
+    form: TextForm,
 ) -> None:
-    """Attention of all tokens of S texts to those of the same text, less than `window` away if there is one.
+    """Attention of all tokens of S texts to those of the same text that the form says.
 
     query, key, value   [T, heads, head_dim], rows may have gaps
     out                 [T, heads, head_dim]; only the rows of these texts are written
@@ -152,14 +167,23 @@ def text_attention(
     Computes 4 * heads * head_dim operations for each pair of tokens that see each other.
     """
     _, heads, head_dim = query.shape
-    of_tile = TextShape(heads, head_dim, window or 0, max(16, next_power_of_2(head_dim)), shape.queries, shape.keys)
+    assert not (form.causal and form.window), "a window reaches to both sides"
+    of_tile = TextShape(
+        heads,
+        head_dim,
+        form.window or 0,
+        int(form.causal),
+        max(16, next_power_of_2(head_dim)),
+        shape.queries,
+        shape.keys,
+    )
     _text_attention_kernel[(heads, texts.text.shape[0])](
         rows_of(query),
         rows_of(key),
         rows_of(value),
         texts,
         out,
-        scale * LOG2_E,
+        form.scale * LOG2_E,
         of_tile,
         num_warps=shape.warps,
         num_stages=shape.stages,

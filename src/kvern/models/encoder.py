@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu"
 
 
 class Embeddings(Module):
-    """The normalized sum of the embeddings of tokens, positions and token types: `[T] -> [T, hidden]`."""
+    """The sum of the embeddings of tokens, positions and token types, normalized or not: `[T] -> [T, hidden]`."""
 
     def __init__(self, spec: ModelSpec, encoder: EncoderSpec, build: Build) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Embeddings(Module):
         self.embed_tokens = Embedding(spec.vocab_size, width, spec.scales.embedding, build)
         self.embed_positions = Table("embed_positions", encoder.positions, width, build) if encoder.positions else None
         self.embed_types = Table("embed_types", encoder.types, width, build) if encoder.types else None
-        self.embed_norm = Norm(spec.norm, width, "embed_norm", build)
+        self.embed_norm = Norm(spec.norm, width, "embed_norm", build) if encoder.first_norm else Identity()
         self.first_position, self._add = encoder.first_position, build.ops.add
 
     def forward(self, token_ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
@@ -61,13 +61,23 @@ class Head(Module):
         return logits
 
 
+def _head(encoder: EncoderSpec, width: int, build: Build) -> Module | None:
+    """What makes scores or embeddings of the states of texts."""
+    if encoder.head is not None:
+        return Head(encoder.head, width, build)
+    if (made := encoder.projection) is None:
+        return None
+    build = replace(build, linear=LinearMethods(Unquantized()))
+    return column(build, width, {"projection": made.width}, bias=made.bias)
+
+
 class Encoder(WeightedModel):
     """A model that reads texts as a whole."""
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__(spec, build)
         assert spec.encoder is not None, "the specification of a decoder"
-        self.pooling, self.second_type = spec.encoder.pooling, spec.encoder.second_type
+        self.encoder = spec.encoder
         post_norm = spec.encoder.post_norm
         self._rope_index = self.make_ropes()
         self.embeddings = Embeddings(spec, spec.encoder, build)
@@ -76,7 +86,7 @@ class Encoder(WeightedModel):
             make(Places(index, 0), spec, layer, build.at(f"layers.{index}")) for index, layer in enumerate(spec.layers)
         )
         self.norm = Identity() if post_norm else Norm(spec.norm, spec.hidden_size, "norm", build)
-        self.head = None if spec.encoder.head is None else Head(spec.encoder.head, spec.hidden_size, build)
+        self.head = _head(spec.encoder, spec.hidden_size, build)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, types: Tensor, attend: Attend, wanted: Tensor | None = None
@@ -96,9 +106,7 @@ class Encoder(WeightedModel):
 
     def read(self, batch: TextBatch, attend: Attend) -> Tensor:
         """Embeddings of the texts of a batch, float32 `[S, hidden]`, or scores `[S, labels]` of the head."""
-        wanted = None if self.pooling == "mean" else batch.starts.long()
-        if wanted is not None and self.pooling == "lasttoken":
-            wanted = wanted + batch.counts - 1
+        wanted = None if self.encoder.pooling == "mean" else batch.pooled.long()
         states = self(batch.token_ids, batch.positions, batch.types, attend, wanted)
         if wanted is None:
             states = self._means(states, batch).to(states.dtype if self.head is not None else torch.float32)
@@ -115,6 +123,8 @@ class Encoder(WeightedModel):
 
 
 def _pre_norm_layer(places: Places, model: ModelSpec, layer: LayerSpec, build: Build) -> SequentialLayer:
-    """A layer with norms; the first attention has none, because the norm of the embeddings precedes it."""
-    names = {place: name for place, name in model.block.norms.items() if places.attention or place != "attention_in"}
+    """A layer with norms; the first attention has none if a norm of the embeddings precedes it."""
+    assert model.encoder is not None
+    is_normal = places.attention == 0 and model.encoder.first_norm
+    names = {place: name for place, name in model.block.norms.items() if not (is_normal and place == "attention_in")}
     return SequentialLayer(places, replace(model, block=replace(model.block, norms=names)), layer, build)

@@ -70,7 +70,7 @@ class EncoderRunner:
         """Start computing; on a CPU it is done then."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))  # neighbours of one length are faster
         try:
-            batch = build_text_batch([texts[index] for index in order], self._encoder.second_type, self._device)
+            batch = build_text_batch([texts[index] for index in order], self._encoder.encoder, self._device)
             return PendingTexts(self._encoder.read(batch, self._attend(batch)), order)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()

@@ -261,4 +261,5 @@ def _line(lengths: Sequence[int], device: torch.device) -> TextBatch:
     """Images one behind the other, as a batch of texts is."""
     counts = torch.tensor(lengths, dtype=torch.int32, device=device)
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    return TextBatch(lengths, nothing, nothing, nothing, counts.cumsum(0, dtype=torch.int32) - counts, counts)
+    starts = counts.cumsum(0, dtype=torch.int32) - counts
+    return TextBatch(lengths, nothing, nothing, nothing, starts, counts, starts)

@@ -133,7 +133,7 @@ def _read_texts(config: EngineConfig, dtype: torch.dtype, model: Stored) -> None
     encoder = Encoder(model.spec, build)
     encoder.finish()
     for lengths in ((1, 67, 5), (1,)):
-        texts = build_text_batch([PromptInput([0] * length) for length in lengths], 0, META)
+        texts = build_text_batch([PromptInput([0] * length) for length in lengths], encoder.encoder, META)
         encoder.read(texts, PackedTexts(model.spec.attentions, dtype, texts))
 
 
@@ -143,7 +143,7 @@ def _encode_patches(dtype: torch.dtype, vision: VisionSpec) -> None:
     nothing = torch.empty(1, dtype=torch.int32, device=META)
     for grid in (Grid(4, 4), Grid(64, 64)):
         count = grid.cells + vision.lead
-        line = TextBatch([count], *(nothing,) * 5)
+        line = TextBatch([count], *(nothing,) * 6)
         step = StepContext(tower.rotation([grid], None), TorchAttend(vision.tower.attentions, line, dtype))
         for kind in dict.fromkeys(vision.tower.layers):
             hidden = torch.empty(count, vision.tower.hidden_size, dtype=dtype, device=META)

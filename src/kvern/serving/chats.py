@@ -109,6 +109,8 @@ def cut_prompts(prompts: Sequence[Prompt], most: int | None, inputs: InputProces
     if type(most) is not int or (most < 1 and most != ROOM_FOR_ANSWER):
         raise InvalidParameter(f"truncate_prompt_tokens is {shown(most)}: it must be at least 1, or -1 for what fits")
     encoding, longest = Encoding(True, most, ends, keeps_special=not ends), inputs.max_model_len
+    if not ends:  # nothing follows
+        encoding = encoding.within(longest - (not inputs.model.is_encoder))
     return [
         encoding.encode(inputs.tokenizer, prompt, longest, None)
         if isinstance(prompt, str)

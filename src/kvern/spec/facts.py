@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The fields of a ModelSpec of these names, whether it is an encoder's, and whether images are read here.
 
-    `longest_span`: the most tokens of a span, as a step computes.
+    `longest_span`: the most tokens of a span, as a step computes. `padded`: see EncoderSpec.
     """
 
     vocab_size: int = 0
@@ -23,8 +23,10 @@ class ModelFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_encoder: bool = False
     reads_images: bool = False
     longest_span: int = 0
+    padded: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec, reads_images: bool = False, longest_span: int = 0) -> ModelFacts:
         own = spec.vocab_size, spec.generates, spec.is_classifier, spec.model_type
-        return cls(*own, is_encoder=spec.encoder is not None, reads_images=reads_images, longest_span=longest_span)
+        padded = 0 if spec.encoder is None else spec.encoder.padded
+        return cls(*own, spec.encoder is not None, reads_images, longest_span, padded)

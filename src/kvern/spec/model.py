@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped_swiglu"]
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0
 """Constants of the activation "clamped_swiglu", see `MoeSpec`."""
-Pooling = Literal["mean", "cls", "lasttoken"]
+Pooling = Literal["mean", "cls", "lasttoken", "end"]
 Placement = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
 
 
@@ -243,16 +243,29 @@ class HeadSpec:
 
 
 @dataclass(frozen=True)
+class ProjectionSpec:
+    """The matrix from a text's state to its embedding `[width]`, with a bias or without."""
+
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class EncoderSpec:
-    """The properties of an encoder, which reads a text as a whole: each token sees those on both sides.
+    """The properties of an encoder, which reads a text as a whole: each token sees those on both sides, unless its
+    attention is causal.
 
     `positions` is the length of the table of learned positions, of which a text's first token takes the row
     `first_position`; 0: there is no such table. `types` is that of the table of kinds of tokens, 0: there is none; the
     second text of a pair is of `second_type`, others are of 0. Texts have `usual_len` tokens at most if nobody says
-    otherwise; None: as many as there are positions. A norm follows the sum of the embeddings. `post_norm`: a
-    norm also follows each sum of a block; else norms stand before its parts, but for the first attention, and one at
-    the end. `pooling` says how the states of a text become one: their mean, the first ("cls"), or the last. `head`
-    judges it; None: it is the text's embedding.
+    otherwise; None: as many as there are positions. Shorter texts are padded to `padded` tokens; 0: none are.
+
+    `first_norm`: a norm follows the sum of the embeddings. `post_norm`: a norm also follows each sum of a block; else
+    norms stand before its parts, but for the first attention after a `first_norm`, and one at the end.
+
+    `pooling` says how the states of a text become one: their mean, the first ("cls"), the last, or that of the first
+    token with the id `end_token` ("end"; -1: of the token with the highest id). `head` judges it; None: it is the
+    text's embedding, or becomes that by the `projection`.
     """
 
     positions: int = 0
@@ -260,9 +273,13 @@ class EncoderSpec:
     types: int = 0
     second_type: int = 0
     usual_len: int | None = None
+    padded: int = 0
+    first_norm: bool = True
     post_norm: bool = False
     pooling: Pooling = "mean"
+    end_token: int = -1
     head: HeadSpec | None = None
+    projection: ProjectionSpec | None = None
 
 
 @dataclass(frozen=True)

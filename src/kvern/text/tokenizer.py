@@ -110,6 +110,9 @@ OTHER_FORMS = {
     "continue_final_message", "chat_template", "tokenizer_kwargs",
 }  # fmt: skip
 """Options of transformers' ``apply_chat_template`` that kvern's does not have."""
+LOWERS = ("siglip", "siglip2")
+"""Model types that were trained on texts in lower case; the tokenizer's file of some, which is Gemma's, does not say
+so."""
 MOST_GROWN = 1 << 22
 """The limit of characters that tokenizers which lengthen texts may make of the texts of one call."""
 
@@ -132,7 +135,10 @@ class Tokenizer:
     def __init__(self, folder: str | Path, variables: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         self._variables = dict(variables or {})
-        self._lowers = read_json(self.folder / "sentence_bert_config.json").get("do_lower_case") is True
+        self._lowers = (
+            read_json(self.folder / "sentence_bert_config.json").get("do_lower_case") is True
+            or read_json(self.folder / "config.json").get("model_type") in LOWERS
+        )
         self._config = all_special(*(read_json(self.folder / name) for name in SPECIAL_TOKENS_FILES))
         self._backend, self._growth = load_backend(self.folder / "tokenizer.json")
         self._special_tokens = special_tokens(self._config)
@@ -189,7 +195,7 @@ class Tokenizer:
             raise PromptTooLong(message, len(text) // self.longest_token, most_tokens)
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """Returns the token ids of each text, in lower case if sentence-transformers' file says so.
+        """Returns the token ids of each text, in lower case if a file says so.
 
         Raises InvalidRequest.
         """

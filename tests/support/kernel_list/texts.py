@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvern.kernels.attention_prefill import prefill_shape
-from kvern.kernels.attention_texts import TextTiles, text_attention
+from kvern.kernels.attention_texts import TextForm, TextTiles, text_attention
 from kvern.kernels.text_means import text_means
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
@@ -35,23 +35,24 @@ def _attention(spec: ModelSpec, inputs: Inputs, attention: AttentionSpec, length
     texts = TextTiles(_starts(inputs, lengths), inputs.integers(lengths), *cut)
 
     def launch() -> torch.Tensor:
-        scale, window = attention.scale, attention.window
-        text_attention(query, key, value, texts, out, shape, scale=scale, window=window)
+        form = TextForm(attention.scale, attention.window, attention.causal)
+        text_attention(query, key, value, texts, out, shape, form)
         return out
 
     def reference() -> torch.Tensor:
         parts = []
         for rows in zip(*(torch.split(part.double(), list(lengths)) for part in (query, key, value)), strict=True):
             scores = torch.einsum("qhd,khd->hqk", *rows[:2]) * attention.scale
-            if attention.window is not None:
-                place = torch.arange(len(rows[0]), device=inputs.device)
-                hidden = (place[:, None] - place).abs() >= attention.window
-                scores = scores.masked_fill(hidden, float("-inf"))
+            place = torch.arange(len(rows[0]), device=inputs.device)
+            ahead = place - place[:, None]
+            hidden = ahead.abs() >= (attention.window or len(place)) if not attention.causal else ahead > 0
+            scores = scores.masked_fill(hidden, float("-inf"))
             parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), rows[2]))
         return torch.cat(parts)
 
     seen = sum(length * min(length, 2 * (attention.window or length) - 1) for length in lengths)
     moved = 4 * out.numel() * out.element_size()
+    seen //= 1 + attention.causal
     return Call(f"{tokens} tokens", launch, reference, moved, 4 * heads * head_dim * seen)
 
 

@@ -6,6 +6,8 @@ A new family is a module here and a line in `FAMILIES`. A module is imported whe
 FAMILIES = """
 bert.bert               bert
 bert.roberta            roberta xlm-roberta
+clip.clip               clip CLIPModel
+clip.siglip             siglip SiglipModel siglip2 Siglip2Model
 cohere.cohere           cohere CohereForCausalLM
 cohere.cohere2          cohere2 Cohere2ForCausalLM
 deepseek.deepseek_v2    deepseek_v2 DeepseekV2ForCausalLM

@@ -146,10 +146,9 @@ def flat(weight: "Tensor", spec: ModelSpec) -> "Tensor":
     return weight.flatten(1)
 
 
-def clip_renames(tower: str) -> tuple[Rename, ...]:
-    """The names of a tower in the form of CLIP, SigLIP and Idefics; `tower` is the path of its module."""
+def layer_renames(tower: str) -> tuple[Rename, ...]:
+    """The names of the layers of CLIP, SigLIP and Idefics; `tower` is the path of their module."""
     layer = rf"^(model\.)?{tower}\.encoder\.layers\.(\d+)\."
-    rest = rf"^(model\.)?{tower}\."
     return (
         Rename(layer + r"layer_norm1\.", r"model.layers.\2.input_layernorm."),
         Rename(layer + r"layer_norm2\.", r"model.layers.\2.post_attention_layernorm."),
@@ -157,6 +156,14 @@ def clip_renames(tower: str) -> tuple[Rename, ...]:
         Rename(layer + r"self_attn\.", r"model.layers.\2.self_attn."),
         Rename(layer + r"mlp\.fc1\.", r"model.layers.\2.mlp.up_proj."),
         Rename(layer + r"mlp\.fc2\.", r"model.layers.\2.mlp.down_proj."),
+    )
+
+
+def clip_renames(tower: str) -> tuple[Rename, ...]:
+    """The names of a tower in the form of CLIP, SigLIP and Idefics; `tower` is the path of its module."""
+    rest = rf"^(model\.)?{tower}\."
+    return (
+        *layer_renames(tower),
         Rename(rest + r"embeddings\.patch_embedding\.weight$", "model.patches.patch_proj.weight", flat),
         Rename(rest + r"embeddings\.patch_embedding\.bias$", "model.patches.patch_proj.bias"),
         Rename(rest + r"embeddings\.position_embedding\.", "model.pos_embed."),
