@@ -149,8 +149,9 @@ class EngineConfig:
     """coupled accepts drafts that equal the sampled tokens, so that they change no token; rejection (Leviathan et al.
     2023) accepts more of a draft model's or head's, and tokens then depend on drafts, though their distribution does
     not."""
-    kv_tier: str | None = None
-    """Tier that also keeps written blocks of the KV cache: an entry point of an installed package. None: no tier."""
+    kv_tier: tuple[str, ...] = ()
+    """Stores that keep the KV cache of prompts outside the device, the nearest first: host:32GB, or host for a quarter
+    of the free memory. Prompts continue from them where that is faster than computing."""
     logits_processors: tuple[str, ...] = ()
     """Custom logits processors that requests may use: entry points of installed packages, applied in this order."""
     overlap: bool = True
@@ -245,6 +246,11 @@ class EngineConfig:
         for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
+        if self.kv_tier and not self.prefix_cache:
+            raise ConfigError(
+                f"kv_tier {' '.join(self.kv_tier)} needs the prefix cache, which is off: leave kv_tier out, or turn "
+                "prefix_cache on"
+            )
         self._check_experts()
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:

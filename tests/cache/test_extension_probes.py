@@ -1,4 +1,4 @@
-"""An extension of the KV cache, and a tier, each added in this file with one registration and nothing else."""
+"""An extension of the KV cache, added in this file with one registration and nothing else."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +11,6 @@ from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, Seq
 from kvern.engine.factory import EXTENSIONS
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput
-from kvern.runner.tiered import TIERS
-from tests.support.host_tier import HostTier
 from tests.support.idle import is_idle
 from tests.support.internals import core_of
 
@@ -95,26 +93,3 @@ def test_an_extension_is_one_file_and_one_registration(tiny_model: Path, monkeyp
     assert [output.cached_tokens for output in outputs] == [2 * limit.block_size] * len(PROMPTS)
     core_of(llm).scheduler.check_integrity()
     assert is_idle(llm)
-
-
-class LateTier(HostTier):
-    """Loads end two steps after they began."""
-
-    def __init__(self) -> None:
-        super().__init__(200)
-        self.late: list[list[tuple[int, int]]] = [[], []]
-
-    def finished(self) -> list[tuple[int, int]]:
-        self.late.append(super().finished())
-        return self.late.pop(0)
-
-
-def test_a_tier_is_one_file_and_one_registration(tiny_model: Path) -> None:
-    tier = LateTier()
-    TIERS.register("late")(lambda config, layout: tier)
-    expected = LLM(tiny_model, **OPTIONS).generate(PROMPTS, PARAMS)
-    llm = LLM(tiny_model, kv_tier="late", **OPTIONS | {"kv_cache_tokens": 64})
-    for _ in range(3):
-        outputs = llm.generate(PROMPTS, PARAMS)
-        assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
-    assert tier.saved and tier.loaded and is_idle(llm)

@@ -198,7 +198,6 @@ def test_too_many_drafts_are_cut(llm: LLM) -> None:
         core.drafting = None
 
 
-@pytest.mark.parametrize("option", ["proposer", "kv_tier"])
-def test_who_is_not_installed_is_named(tiny_model: Path, option: str) -> None:
+def test_who_is_not_installed_is_named(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .* 'nobody': installed are .*; a package provides them"):
-        LLM(tiny_model, **{option: "nobody"})
+        LLM(tiny_model, proposer="nobody")

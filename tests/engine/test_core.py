@@ -67,7 +67,7 @@ def test_an_adapter_stays_for_a_request_whose_grammar_is_being_prepared() -> Non
 
 
 def test_the_core_rests_while_blocks_are_on_their_way() -> None:
-    engine = SimulatedEngine(Setup(tier_blocks=20, tier_delay=4))
+    engine = SimulatedEngine(Setup(tier_pages=20, tier_delay=4))
     prompt = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
     for _ in range(2):
         (request,) = engine.add(prompt, 1)

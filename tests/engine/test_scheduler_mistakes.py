@@ -13,7 +13,7 @@ import kvern.engine.core
 import kvern.engine.scheduler
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
-from kvern.cache.messages import BlockSave, StateMessage, TierMessage
+from kvern.cache.messages import PageSave, StateMessage, TierMessage
 from kvern.cache.radix import RadixCache
 from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
@@ -25,7 +25,6 @@ from kvern.engine.step_costs import StepBudget, StepTime
 from kvern.engine.trial import Trial
 from kvern.request.request import Request, State
 from kvern.request.step import BlockCopy, SchedulerOutput
-from tests.support.host_tier import HostTier
 from tests.support.random_lives import EngineMachine, consume, random_life, random_setup, with_states
 from tests.support.simulated_device import Setup
 
@@ -152,9 +151,9 @@ def scheduled_means_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixCache, "is_written", lambda self, node: True)
 
 
-def blocks_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def pages_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = TierTraffic.plan
-    late: list[BlockSave] = []
+    late: list[PageSave] = []
 
     def plan_late(self: TierTraffic, output: SchedulerOutput) -> Any:
         message = plan(self, output)
@@ -166,8 +165,30 @@ def blocks_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TierTraffic, "plan", plan_late)
 
 
-def lost_saves_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostTier, "lose", lambda self, keys: None)
+def pages_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a page are written to those behind the ones that the tree has."""
+    begin = TierTraffic._begin
+
+    def begin_at_first(self: TierTraffic, *args: Any) -> None:
+        begin(self, *args)
+        for place, load in enumerate(self._loads):
+            blocks = [block for block in load.tables[0] if block >= 0]
+            self._loads[place] = msgspec.structs.replace(
+                load, tables=[blocks + [-1] * (len(load.tables[0]) - len(blocks))]
+            )
+
+    monkeypatch.setattr(TierTraffic, "_begin", begin_at_first)
+
+
+def pages_known_in_part_count_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = TierTraffic.loaded
+
+    def loaded_from_the_start(self: TierTraffic, number: int, count: int) -> list[Request]:
+        if number in self._loading:
+            self._loading[number].known = 0
+        return loaded(self, number, count)
+
+    monkeypatch.setattr(TierTraffic, "loaded", loaded_from_the_start)
 
 
 def failed_loads_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +287,9 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
 TIER_MISTAKES: list[Mistake] = [
-    blocks_saved_a_step_late,
-    lost_saves_believed,
+    pages_saved_a_step_late,
+    pages_begin_anywhere,
+    pages_known_in_part_count_whole,
     failed_loads_believed,
     loading_blocks_freed,
 ]
@@ -332,7 +354,7 @@ def test_a_crowd_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_crowd_with_a_tier_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     def setup(seed: int) -> Setup:
         setup = replace(random_setup(seed), paged=True, prefix_cache=True, kept_states=None)
-        return replace(setup, tier_blocks=30, tier_faults=2)
+        return replace(setup, tier_pages=30, tier_faults=2)
 
     mistake(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):

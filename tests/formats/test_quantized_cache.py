@@ -15,12 +15,11 @@ from kvern.models.cache_scales import stored_scales
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.ranks.ranks import Ranks
-from kvern.runner.tiered import TIERS
 from kvern.spec.model import ModelSpec
-from tests.support.host_tier import HostTier
 from tests.support.internals import check_integrity, runner_of, worker_of
 from tests.support.peft_adapters import make_adapter
 from tests.support.speculation import speculating
+from tests.support.tiers import HOST, PAGE_TOKENS, check_hits, figures, forget, trust
 from tests.support.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 9, 17, 33, 2, 81] * 3, [5, 9, 17, 33, 2, 81] * 2 + [40, 41, 42], [100] * 10, [7, 8, 9]]
@@ -139,19 +138,15 @@ def test_adapters(folder: Path, tmp_path: Path, engine: Callable[..., LLM]) -> N
 
 
 def test_a_tier_keeps_codes(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    tiers: list[HostTier] = []
-
-    def make(config: object, layout: object) -> HostTier:
-        tiers.append(HostTier(1000))
-        return tiers[-1]
-
-    monkeypatch.setattr(TIERS, "find", lambda name: make)
-    llm = engine(kv_cache_dtype="fp8", kv_cache_tokens=64, kv_tier="codes")
+    monkeypatch.setattr(PAGE_TOKENS, 8)
+    llm = engine(kv_cache_dtype="fp8", kv_cache_tokens=64, kv_tier=HOST)
     expected = tokens(engine(kv_cache_dtype="fp8").generate(PROMPTS, PLAIN))
+    trust(llm)
     for _ in range(2):
         assert [tokens(llm.generate([prompt], PLAIN))[0] for prompt in PROMPTS] == expected
-        llm.generate([list(range(100, 150))], PLAIN)
-    assert tiers[0].loaded
+        forget(llm)
+    assert figures(llm).hit_tokens
+    check_hits(llm, list(range(100, 130)))
 
 
 def test_what_a_token_takes(engine: Callable[..., LLM]) -> None:

@@ -71,7 +71,7 @@ def expected(packages: None) -> list[list[list[int]]]:
         {"tensor_parallel_size": 2, "deterministic": True},
         {"tensor_parallel_size": 2, "target_itl": "1s"},
         {"tensor_parallel_size": 2, "proposer": "ngram"},
-        {"tensor_parallel_size": 2, "kv_tier": "host memory"},
+        {"tensor_parallel_size": 2, "kv_tier": ("host:64MB",)},
         {"pipeline_parallel_size": 2},
         {"pipeline_parallel_size": 2, "overlap": False},
         {"pipeline_parallel_size": 2, "cuda_graphs": False},

@@ -18,6 +18,7 @@ from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, vocab_size_of
 from tests.support.rank_features import DIVISIONS
 from tests.support.speculation import AnyLength, speculating
+from tests.support.tiers import HOST, PAGE_TOKENS, figures, forget, trust
 from tests.support.vision_models import FAMILIES, make_vision_model, picture
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -118,17 +119,19 @@ def test_numbers_of_fewer_bits_stay_near(folder: Path, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("folder", [BY_DAY], indirect=True)
-def test_images_come_out_of_a_tier(folder: Path) -> None:
+def test_images_come_out_of_a_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that left the cache come back for the same image alone."""
-    tiered = OPTIONS | {"kv_cache_tokens": 64, "block_size": 4, "max_model_len": 64, "kv_tier": "tier of a table"}
+    monkeypatch.setattr(PAGE_TOKENS, 8)
+    tiered = OPTIONS | {"kv_cache_tokens": 64, "block_size": 4, "max_model_len": 64, "kv_tier": HOST}
     asked = [with_image(Ask("What is it?", PARAMS), number).messages for number in (1, 2, 4)]
     with LLM(str(folder), **OPTIONS, prefix_cache=False) as llm:
         expected = [answers(llm.chat(one, PARAMS)) for one in asked]
     with LLM(str(folder), **tiered) as llm:
+        trust(llm)
         for _ in range(2):
             assert [answers(llm.chat(one, PARAMS)) for one in asked] == expected
-        executor: Any = core_of(llm).executor
-        assert executor.tier.loaded
+            forget(llm)
+        assert figures(llm).hit_tokens
 
 
 @pytest.mark.parametrize("folder", [BY_DAY], indirect=True)

@@ -234,7 +234,7 @@ def test_two_texts_are_for_encoders(folders: dict[str, Path], tiny_llm: LLM) -> 
     ("options", "reason"),
     [
         ({"proposer": "ngram"}, "proposer ngram does not go with bert, which is an encoder: nothing is generated"),
-        ({"kv_tier": "host"}, "kv_tier host does not go with bert"),
+        ({"kv_tier": ("host",)}, "kv_tier host does not go with bert"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8 does not go with bert"),
         ({"max_adapters": 1}, "adapters does not go with bert"),
     ],

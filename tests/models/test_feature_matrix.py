@@ -175,7 +175,7 @@ REFUSED: dict[str, set[str]] = {
 """What an engine of a family does not take; all features above it does."""
 ENGINE_OPTIONS: dict[str, object] = {
     "deterministic": True,
-    "kv_tier": "tier of a table",
+    "kv_tier": ("host:32MB",),
     "kv_cache_dtype": "int8",
     "quantization": "int8",
     "proposer": "ngram",

@@ -20,12 +20,10 @@ from kvern.models.loader import LoadOptions, load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.runner.device import check_latents
 from kvern.runner.memory import bytes_of_token
-from kvern.runner.tiered import TIERS
 from kvern.spec.mixers import LatentAttentionSpec
 from kvern.spec.model import ModelSpec, MoeSpec
 from tests.support.cache_folder import load_kernels
 from tests.support.families import make_checkpoint, reference_greedy, reference_score
-from tests.support.host_tier import HostTier
 from tests.support.idle import is_idle
 from tests.support.internals import core_of
 from tests.support.latent_engine import GREEDY, OPTIONS, OUTPUT, PROMPTS, answers, check_steps, expected_answers
@@ -33,6 +31,7 @@ from tests.support.latent_families import STRETCHED
 from tests.support.model_outputs import TOLERANCE, error
 from tests.support.peft_adapters import make_adapter, merge
 from tests.support.speculation import speculating
+from tests.support.tiers import HOST, PAGE_TOKENS, check_hits, figures, forget, trust
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +113,17 @@ def test_drafts_change_no_answer(folder: Path, expected: list[list[int]], cpu_ke
         assert oracle.guessed
 
 
-def test_latents_leave_for_a_tier_and_come_back(folder: Path, expected: list[list[int]]) -> None:
-    TIERS.register("latents")(lambda config, layout: HostTier(200))
-    with LLM(str(folder), **OPTIONS, kv_cache_tokens=64, kv_tier="latents") as llm:
+def test_latents_leave_for_a_tier_and_come_back(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PAGE_TOKENS, 8)
+    with LLM(str(folder), **OPTIONS, kv_cache_tokens=64, kv_tier=HOST) as llm:
+        trust(llm)
         for _ in range(2):
             assert answers(llm) == expected
-        executor: Any = core_of(llm).executor
-        assert executor.tier.saved and executor.tier.loaded and is_idle(llm)
+            forget(llm)
+        assert figures(llm).hit_tokens and is_idle(llm)
+        check_hits(llm, list(range(40, 70)))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT

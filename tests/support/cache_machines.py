@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.messages import NO_STATE, BlockLoad, StateMessage, TierMessage, WindowLimits
+from kvern.cache.messages import NO_STATE, PageLoad, StateMessage, TierMessage, WindowLimits
 from kvern.cache.radix import Node, RadixCache
 from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
@@ -20,8 +20,8 @@ from kvern.cache.windows import WindowedBlocks
 from kvern.request.request import PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import ScheduledTokens, SchedulerOutput
-from tests.support.host_tier import HostTier
 from tests.support.simulated_device import make_cache
+from tests.support.simulated_tier import SimulatedTier
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -98,6 +98,8 @@ class CacheMachine(RuleBasedStateMachine):
         states=st.sampled_from((0, 0, 1, 3, 12)),
         window=st.one_of(st.none(), st.builds(WindowLimits, *(st.integers(1, most) for most in (7, 2, 6)))),
         whole=st.booleans(),
+        page_blocks=st.integers(1, 3),
+        lies=st.sampled_from((0.0, 0.0, 0.3)),
     )
     def start(
         self,
@@ -108,20 +110,21 @@ class CacheMachine(RuleBasedStateMachine):
         states: int,
         window: WindowLimits | None,
         whole: bool,
+        page_blocks: int,
+        lies: float,
     ) -> None:
         states, kept = (states, kept) if window is None else (0, None)
         columns, self.whole = -(-LIMIT // block_size), whole or window is None
         blocks = columns * (self.whole + (0 if window is None else window.tables)) + spare
         if window is not None and not whole:
             window = replace(window, positions=columns + spare)
-        self.tier = None if kept is None or states else HostTier(kept)
-        self.cache = make_cache(blocks, block_size, prefix_cache, self.tier, states, window)
+        self.tier = None if kept is None or states else SimulatedTier(kept, lies)
+        self.cache = make_cache(blocks, block_size, prefix_cache, self.tier, states, window, page_blocks)
         self.windows, self.pool = self.cache.extension(WindowedBlocks), self.cache.extension(StatePool)
         self.states: list[object] = [None] * states
         """The key of all tokens before this one, as `key`; () at the beginning."""
         self.seen: list[list[int]] = []
-        self.kept: dict[bytes, list[object]] = {}
-        self.loads: dict[int, list[BlockLoad]] = {}
+        self.loads: dict[int, list[PageLoad]] = {}
         self.loading: list[Request] = []
         self.memory: list[list[object]] = [[None] * block_size for _ in range(blocks)]
         self.running: list[Request] = []
@@ -164,7 +167,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.move()
         if fetched:
             self.loading.append(request)
+            request.state = State.LOADING
             return
+        request.state = State.WAITING
         expected = self.longest_cached(request)
         available, predicted = self.cache.available_count, self.cache.cached_tokens(request)
         assert predicted == expected
@@ -304,9 +309,13 @@ class CacheMachine(RuleBasedStateMachine):
         number = sorted(self.loads)[place % len(self.loads)]
         loads = self.loads.pop(number)
         arrived = loads[: max(0, len(loads) - lost)]
-        for load in arrived:
-            self.memory[load.block] = list(self.kept[load.key])
-        report = {tier.name: [(number, len(arrived))]}
+        assert self.tier is not None
+        pages = self.tier.bring(loads, len(arrived))
+        for load, cells in zip(loads, pages, strict=False):
+            for block, kept in zip(load.tables[0], cells, strict=True):
+                if block >= 0:
+                    self.memory[block] = list(kept)
+        report = {tier.name: [(number, len(pages))]}
         waiting = self.cache.report(report)
         assert waiting and not self.cache.report(report)
         self.loading = [request for request in self.loading if request not in waiting]
@@ -315,6 +324,14 @@ class CacheMachine(RuleBasedStateMachine):
         for request in waiting:
             self.try_to_admit(request, reserve)
 
+    @rule()
+    def answer(self) -> None:
+        """Distant stores may have answered: requests wait no longer for that."""
+        waiting = self.cache.ready() if hasattr(self, "cache") else []
+        self.loading = [request for request in self.loading if request not in waiting]
+        for request in waiting:
+            self.try_to_admit(request, 0)
+
     def move(self) -> None:
         """Performs the moves of the next step; its writes come between saves and loads."""
         output = SchedulerOutput(self.steps, scheduled=[ScheduledTokens(0, 0, 1, 0)])
@@ -322,12 +339,14 @@ class CacheMachine(RuleBasedStateMachine):
         states, tier = output.message(StateMessage), output.message(TierMessage)
         for source, target in () if states is None else states.copies:
             self.states[target] = () if source == NO_STATE else self.states[source]
-        self.kept |= {save.key: list(self.memory[save.block]) for save in (() if tier is None else tier.saves)}
+        for save in () if tier is None else tier.saves:
+            assert self.tier is not None
+            self.tier.keep(save, [list(self.memory[block]) for block in save.tables[0]])
         for load in () if tier is None else tier.loads:
             self.loads.setdefault(load.load, []).append(load)
-            self.memory[load.block] = [None] * self.cache.block_size
-        if self.tier is not None:
-            self.kept = {key: kept for key, kept in self.kept.items() if key in self.tier.users}
+            for block in load.tables[0]:
+                if block >= 0:
+                    self.memory[block] = [None] * self.cache.block_size
 
     @rule(count=st.integers(1, 20), complete=st.booleans())
     def evict(self, count: int, complete: bool) -> None:
@@ -357,15 +376,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
-            while self.loads:
-                self.deliver(0, 0, 0)
+            while self.loads or self.loading:
+                if self.loads:
+                    self.deliver(0, 0, 0)
+                self.answer()
             assert not self.loading
             while self.running:
                 self.free(0)
                 self.agrees()
             assert self.cache.prefix_cache or self.cache.tree.size == 0
             self.cache.tree.clear()
-            assert self.tier is None or not any(self.tier.users.values()), "a block of the tier is never released"
             assert self.cache.pool.free_count == self.cache.pool.capacity and self.cache.tree.size == 0
 
     def namespace(self, request: Request) -> bytes:

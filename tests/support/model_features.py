@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from kvern import LLM, SamplingParams
 from kvern.adapters.bank import AdapterBank
 from kvern.adapters.peft import read_adapter
-from kvern.config import EngineConfig
 from kvern.errors import ConfigError, UnsupportedModel
 from kvern.models.image_models import VISION
 from kvern.models.loader import load_model
@@ -24,17 +24,15 @@ from kvern.quantize import job
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.scheme import INT8
-from kvern.runner.plan import Layout
-from kvern.runner.tiered import TIERS
 from tests.support.cache_folder import load_kernels
 from tests.support.families import CPU_ALONE, FAMILIES, make_checkpoint, reference_logits, reference_state
-from tests.support.host_tier import HostTier
 from tests.support.internals import core_of, runner_of
 from tests.support.interruptions import goes_on_where_it_was
 from tests.support.model_outputs import PROMPT, logits
 from tests.support.peft_adapters import make_adapter, merge
 from tests.support.rank_features import NOT_DIVIDED, OF_EXPERTS
 from tests.support.speculation import speculating
+from tests.support.tiers import HOST, PAGE_TOKENS, figures, forget, trust
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RECORD = Path(__file__).with_name("model_features.json")
@@ -157,28 +155,26 @@ def verifies_drafts(folder: Path) -> bool:
     return True
 
 
-@TIERS.register("tier of a table")
-def make_tier(config: EngineConfig, layout: Layout) -> HostTier:
-    return HostTier(1000)
-
-
 def uses_a_tier(folder: Path) -> bool:
     """Prompts whose blocks came back from a tier are answered as before; False: it is refused."""
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    options = OPTIONS | {"prefix_cache": True, "kv_cache_tokens": 64, "kv_tier": "tier of a table"}
-    try:
-        llm = LLM(str(folder), **options)
-    except ConfigError as error:
-        if "kv_tier" not in str(error):
-            raise
-        return False
-    with llm:
-        answers = []
-        for _ in range(2):
-            answers.append([llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in PROMPTS])
-            llm.generate([list(range(30, 85))], params)  # needs all room that there is
-        executor: Any = core_of(llm).executor
-    assert answers[0] == answers[1] and executor.tier.loaded
+    options = OPTIONS | {"prefix_cache": True, "kv_cache_tokens": 64, "kv_tier": HOST}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PAGE_TOKENS, 8)
+        try:
+            llm = LLM(str(folder), **options)
+        except ConfigError as error:
+            if "kv_tier" not in str(error):
+                raise
+            return False
+        with llm:
+            trust(llm)
+            answers = []
+            for _ in range(2):
+                answers.append([llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in PROMPTS])
+                forget(llm)
+            assert answers[0] == answers[1]
+            assert figures(llm).hit_tokens
     return True
 
 

@@ -1,4 +1,4 @@
-"""Logits processors, and a tier, of a package that is installed for a test: `install` writes its entry points."""
+"""Logits processors of a package that is installed for a test: `install` writes its entry points."""
 
 import itertools
 import os
@@ -27,7 +27,6 @@ def install(folder: Path) -> Path:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: processors-of-tests\nVersion: 1.0\n")
     lines = [f"{name} = tests.support.processors:{kind}" for name, kind in NAMES.items()]
     lines += ["missing = tests.support.processors:Missing", "function = tests.support.processors:install"]
-    lines += ["[kvern.kv_tiers]", "host memory = tests.support.host_tier:host_tier"]
     (metadata / "entry_points.txt").write_text("\n".join(["[kvern.logits_processors]", *lines, ""]))
     return folder
 

@@ -34,7 +34,9 @@ def setups(draw: st.DrawFn) -> Setup:
         spare_budget=draw(st.integers(0, 8)),
         aging_steps=draw(st.integers(1, 12)),
         adapter_places=draw(st.integers(1, 3)),
-        tier_blocks=draw(st.sampled_from((0, 3, 30))),
+        tier_pages=draw(st.sampled_from((0, 3, 30))),
+        page_blocks=draw(st.integers(1, 3)),
+        tier_lies=draw(st.sampled_from((0.0, 0.2))),
         tier_delay=draw(st.integers(0, 3)),
         tier_faults=draw(st.integers(0, 3)),
         drafts=draw(st.sampled_from((0, 0, 1, 4))),
@@ -54,14 +56,14 @@ def with_stages(setup: Setup, stages: int) -> Setup:
 
 def with_states(setup: Setup, kept: int | None) -> Setup:
     """A machine for a model with recurrent states, some of which are kept; such a model has no tier."""
-    return setup if kept is None else replace(setup, kept_states=kept, tier_blocks=0)
+    return setup if kept is None else replace(setup, kept_states=kept, tier_pages=0)
 
 
 def with_window(setup: Setup, windowed: tuple[int, int] | None, all_windowed: bool = False) -> Setup:
     """A machine for a model with windows and separate block tables; it has no tier."""
     if windowed is None or not setup.paged:
         return setup
-    return replace(setup, windowed=windowed, all_windowed=all_windowed, tier_blocks=0, kept_states=None)
+    return replace(setup, windowed=windowed, all_windowed=all_windowed, tier_pages=0, kept_states=None)
 
 
 SHARED = ([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2])
@@ -202,7 +204,9 @@ def random_setup(seed: int) -> Setup:
         slots=dice.randint(1, 6),
         spare_budget=dice.randint(0, 12),
         aging_steps=dice.randint(1, 20),
-        tier_blocks=dice.choice((0, 3, 30)),
+        tier_pages=dice.choice((0, 3, 30)),
+        page_blocks=dice.randint(1, 3),
+        tier_lies=dice.choice((0.0, 0.2)),
         tier_delay=dice.randint(0, 3),
         tier_faults=dice.randint(0, 3),
         drafts=dice.choice((0, 0, 1, 4)),

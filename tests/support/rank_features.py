@@ -39,9 +39,7 @@ OF_ENGINES: Mapping[str, OfEngine] = {
     "quantization": OfEngine(
         "Weights in INT4, in groups: the answers of one process with them.", {"quantization": "int4"}, changes=True
     ),
-    "KV tier": OfEngine(
-        "A prompt whose blocks left the cache comes out of a tier in host memory.", {"kv_tier": "host memory"}
-    ),
+    "KV tier": OfEngine("A prompt whose blocks left the cache comes out of host memory.", {"kv_tier": ("host:64MB",)}),
     "deterministic": OfEngine(
         "Log-probabilities are the same, bit by bit, alone and in the batch.", {"deterministic": True}
     ),

@@ -99,7 +99,7 @@ ALL: dict[str, Any] = {
     "deterministic": True,
     "target_itl": "1s",
     "logits_processors": ("follow", "double"),
-    "kv_tier": "host memory",
+    "kv_tier": ("host:64MB",),
 }
 """Options that go with ranks, but for a proposer, which takes the draft model's place."""
 

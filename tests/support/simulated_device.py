@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvern.cache.manager import KVCacheManager, MakeExtension
-from kvern.cache.messages import BlockLoad, StateMessage, TierIndex, TierMessage, WindowLimits, WindowMessage
+from kvern.cache.messages import PageLoad, StateMessage, TierIndex, TierMessage, WindowLimits, WindowMessage
 from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
 from kvern.cache.windows import WindowedBlocks
@@ -30,6 +30,7 @@ from kvern.request.step import (
     SchedulerOutput,
 )
 from tests.support.simulated_states import SimulatedStates
+from tests.support.simulated_tier import SimulatedTier
 
 VOCABULARY, STOP_TOKEN = 4, 3
 
@@ -52,8 +53,11 @@ class Setup:
     spare_budget: int = 3
     aging_steps: int = 30
     adapter_places: int = 2
-    tier_blocks: int = 0
-    """Blocks that are kept beside the cache."""
+    tier_pages: int = 0
+    """Pages that are kept beside the cache."""
+    page_blocks: int = 1
+    tier_lies: float = 0.0
+    """The share of wrong answers of the index."""
     tier_delay: int = 0
     """Steps until a load has arrived; 0: the result of its own step says so."""
     tier_faults: int = 0
@@ -107,7 +111,7 @@ class Setup:
         return tuple(span for span in found if span[1] - span[0] > 1)
 
     def cache(self, tier: TierIndex | None) -> KVCacheManager:
-        return make_cache(self.blocks, self.size, self.prefix_cache, tier, self.states, self.window)
+        return make_cache(self.blocks, self.size, self.prefix_cache, tier, self.states, self.window, self.page_blocks)
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -125,6 +129,7 @@ def make_cache(
     tier: TierIndex | None = None,
     states: int = 0,
     window: WindowLimits | None = None,
+    page_blocks: int = 1,
 ) -> KVCacheManager:
     """A cache with those of the extensions that are wanted."""
     extensions: list[MakeExtension] = []
@@ -133,7 +138,7 @@ def make_cache(
     if states:
         extensions.append(partial(StatePool, states, 1))
     if tier is not None and prefix_cache:
-        extensions.append(partial(TierTraffic, tier))
+        extensions.append(partial(TierTraffic, tier, page_blocks))
     positions = 0 if window is None else window.positions
     return KVCacheManager(blocks, block_size, prefix_cache, extensions=extensions, positions=positions)
 
@@ -200,8 +205,9 @@ class PendingResult(Future[ModelRunnerOutput]):
 class SimulatedDevice:
     """An Executor that runs late, so that a step that shares lists with the scheduler is caught too."""
 
-    def __init__(self, setup: Setup, requests: dict[str, Request]) -> None:
+    def __init__(self, setup: Setup, requests: dict[str, Request], tier: SimulatedTier | None = None) -> None:
         self.setup = setup
+        self.tier = tier
         self.requests = requests
         self.memory: list[list[int | None]] = [[None] * setup.size for _ in range(setup.blocks)]
         self.states = SimulatedStates(setup.states, setup.stages > 1)
@@ -217,8 +223,7 @@ class SimulatedDevice:
         """A second for each token."""
         self._lost = False
         self._dice = random.Random(2)
-        self.kept: dict[bytes, list[int | None]] = {}
-        self.arriving: dict[int, tuple[int, list[BlockLoad]]] = {}
+        self.arriving: dict[int, tuple[int, list[PageLoad]]] = {}
         """The number of steps that each load takes."""
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
@@ -385,8 +390,9 @@ class SimulatedDevice:
         """Performs the moves before a step: blocks are saved, adapters loaded, states and blocks copied."""
         self.states.prepare(output, failing)
         tier = output.message(TierMessage)
-        for save in () if tier is None else tier.saves:
-            self.kept[save.key] = [None] * self.setup.size if failing else list(self.memory[save.block])
+        for save in () if tier is None or failing else tier.saves:
+            assert self.tier is not None
+            self.tier.keep(save, [list(self.memory[block]) for block in save.tables[0]])
         for adapter_index, adapter in output.adapters:
             assert adapter_index < self.setup.adapter_places
             self.adapters[adapter_index] = adapter
@@ -401,19 +407,25 @@ class SimulatedDevice:
         self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
         tier = output.message(TierMessage)
         for load in () if tier is None else tier.loads:
-            self.memory[load.block] = [None] * self.setup.size
+            for block in load.tables[0]:
+                if block >= 0:
+                    self.memory[block] = [None] * self.setup.size
             self.arriving.setdefault(load.load, (self.setup.tier_delay, []))[1].append(load)
         arrived = [self.arrive(number) for number, (steps, _) in list(self.arriving.items()) if steps <= 0]
         return {TierMessage.extension: arrived} if arrived else {}
 
     def arrive(self, number: int) -> tuple[int, int]:
-        """The blocks of a load arrive, or some of them; the load and how many."""
+        """The pages of a load arrive, or some of them; the load and how many."""
+        assert self.tier is not None
         _, loads = self.arriving.pop(number)
         faults = self.setup.tier_faults
         count = number % len(loads) if faults and number % faults == 0 else len(loads)
-        for load in loads[:count]:
-            self.memory[load.block] = list(self.kept[load.key])
-        return number, count
+        pages = self.tier.bring(loads, count)
+        for load, cells in zip(loads, pages, strict=False):
+            for block, kept in zip(load.tables[0], cells, strict=True):
+                if block >= 0:
+                    self.memory[block] = list(kept)
+        return number, len(pages)
 
     def _draft(self, row: Row, count: int, prefix: list[int]) -> None:
         """Guess so many tokens behind the newest, mostly right; a drafter's keys of all of them have blocks."""

@@ -8,8 +8,5 @@ is *written* when the step that computes it has ended; only written blocks are c
 torch and reads no clock, and `tests/cache/test_cache_properties.py` checks all of it against a simulated memory. Begin
 with `manager.py`.
 
-To add a tier (host memory, a disk, a cache server): a class with the methods of `Tier` in `runner/tiered.py`, in a file
-of `runner/`, and its line in `TIERS` there. A tier of another package is an entry point of the group `kvern.kv_tiers`.
-The option `kv_tier` chooses it. `tests/support/host_tier.py` is the shortest one; `LateTier` in
-`tests/cache/test_extension_probes.py` has loads that arrive later.
+`tier.py` speaks of pages of several blocks; stores keep them (`kvern.tiers`), and the worker moves their bytes.
 """

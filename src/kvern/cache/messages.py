@@ -56,28 +56,40 @@ class StateMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
     given: list[tuple[int, int]]
 
 
-class BlockSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Keep the keys and values of `block` under `key`."""
+PAGE_TOKENS = 64
+"""The tokens of a page of a tier, where blocks are not larger: pages have whole blocks."""
 
-    block: int
+
+def blocks_of_page(block_size: int) -> int:
+    """The number of blocks of a page."""
+    return max(1, PAGE_TOKENS // block_size)
+
+
+class PageSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Keep the keys and values of a page: `tables` has its blocks in each block table, or none of a table.
+
+    `key` is the content key of its last block.
+    """
+
     key: bytes
+    tables: list[list[int]]
 
 
-class BlockLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Write what is kept under `key` to `block`: one of the blocks of the load of this number, in their order."""
+class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Write a page, one of a load in their order, to the blocks of `tables`, where -1 is a block that is left out."""
 
     load: int
     key: bytes
-    block: int
+    tables: list[list[int]]
 
 
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
-    """Blocks to be saved before a step changes any, blocks to be loaded, and the loads that need no more reports."""
+    """Pages to be saved before a step changes a block, pages to be loaded, and loads that need no more reports."""
 
     extension: ClassVar[str] = "tier"
 
-    saves: list[BlockSave]
-    loads: list[BlockLoad]
+    saves: list[PageSave]
+    loads: list[PageLoad]
     ended: list[int]
 
 
@@ -109,24 +121,31 @@ class ImageMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
 
 
 class TierIndex(Protocol):
-    """Decides which blocks are kept, by their content keys.
+    """Knows which pages are kept, by their content keys, and whether loading them pays.
 
-    The scheduler calls it while it plans a step, so each method returns at once: it answers from an index in memory and
-    asks no disk and no network. The index may be out of date: a key whose bytes are gone is a shorter load.
+    The scheduler calls it while it plans a step, so each method returns at once: it asks no disk and no network. It may
+    be wrong: a page that is not there, or comes too late, is a shorter load.
     """
 
-    def put(self, key: bytes, block: int) -> bool:
-        """Returns True to have `block`, which is written, saved; False if it is kept already or not wanted."""
+    identity: bytes
+    """What the content keys begin with: the model, its number formats, the size of blocks."""
+
+    def wants(self, key: bytes) -> bool:
+        """Returns whether a page that is written should be saved; False if it is kept already."""
         ...
 
-    def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Returns the leading keys that are kept, up to the first that is not. They are kept until their release."""
+    def has(self, key: bytes) -> bool:
+        """Returns whether a page is probably kept."""
         ...
 
-    def release(self, keys: Sequence[bytes]) -> None:
-        """Releases keys whose blocks have been loaded, or will not be."""
+    def pays(self, keys: Sequence[bytes], start: int, end: int) -> bool:
+        """Returns whether loading pages is faster than computing the tokens `start` to `end` of a prompt."""
         ...
 
-    def lose(self, keys: Sequence[bytes]) -> None:
-        """The steps that were to save these have failed: they are not kept."""
+    def ask(self, keys: Iterable[bytes]) -> int | None:
+        """Begins to ask distant stores for pages. Returns what `answered` takes; None: there is nothing to wait for."""
+        ...
+
+    def answered(self, question: int) -> bool:
+        """Returns whether `has` knows what there is to know: answers have come, or they take too long."""
         ...

@@ -253,7 +253,7 @@ class EngineCore(EngineLoop):
         except BaseException:  # an interruption is nobody's fault
             self._undo(output)
             raise
-        if not output.scheduled and not result.reports:
+        if not output.scheduled and not result.reports and self.scheduler.cache.is_loading:
             self._sleep(LOADING_SECONDS)
         self._pace.ended()
         if self._watch is not None:

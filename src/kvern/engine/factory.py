@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvern.cache.keys import model_identity
 from kvern.cache.manager import KVCacheManager, MakeExtension
 from kvern.config import EngineConfig
 from kvern.drafting.drafting import Drafting
@@ -173,23 +172,24 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: "Ti
         config.batching == "continuous",
         config.pipeline_parallel_size,
     )
-    what = config.load_format, config.dtype, layout.dtype, layout.block_size
-    share = f"{config.tensor_parallel_size} ranks" if config.tensor_parallel_size > config.dp_attention_size else None
-    stages = f"{config.pipeline_parallel_size} stages" if config.pipeline_parallel_size > 1 else None
-    identity = model_identity(folder, *what, *filter(None, [layout.scales, share, stages]))
     extensions = make_extensions(config, layout, tier)
     if (images := image_pool(config, folder)) is not None:
         extensions.append(images)
     sizes = layout.blocks, layout.block_size
     positions = layout.positions if layout.window_tables else 0
+    identity = b"" if tier is None else tier.identity
     cache = KVCacheManager(*sizes, config.prefix_cache, identity, extensions, positions)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 
 def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
-    """The target that the time between tokens has, with what steps cost here; None: there is no target."""
+    """The target that the time between tokens has, with what steps cost here; None: there is no target, nor a tier.
+
+    A tier loads what would take longer to compute.
+    """
     target, stages = config.target_itl_seconds, config.pipeline_parallel_size
-    if target == 0 or (target is None and not (streams and layout.device == "cuda" and stages == 1)):
+    has_none = target == 0 or (target is None and not (streams and layout.device == "cuda" and stages == 1))
+    if has_none and executor.tier is None:
         return None
     from kvern.engine.step_timing import time_steps
 
@@ -197,6 +197,10 @@ def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams:
     if timed is None:
         return None
     plain, costs = timed
+    if executor.tier is not None:
+        executor.tier.computing = partial(costs.prompt_seconds, layout.max_batch_tokens)
+    if has_none:
+        return Pace(costs, stages=stages)
     return Pace(costs, target or DECODE_STEPS * plain, yields=target is None, stages=stages)
 
 
@@ -229,6 +233,7 @@ def make_extensions(config: EngineConfig, layout: Layout, tier: "TierIndex | Non
     found = [made for make in EXTENSIONS if (made := make(config, layout)) is not None]
     if tier is None:
         return found
+    from kvern.cache.messages import blocks_of_page
     from kvern.cache.tier import TierTraffic
 
-    return [*found, partial(TierTraffic, tier)]
+    return [*found, partial(TierTraffic, tier, blocks_of_page(layout.block_size))]

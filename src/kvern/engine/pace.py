@@ -24,7 +24,7 @@ REMEMBERED = 4
 
 
 class Pace:
-    """Keeps to `target`, the seconds between two tokens of a request. Without `costs` there is no target.
+    """Keeps to `target`, the seconds between two tokens of a request; 0 is no target. Costs are learnt in any case.
 
     A request is in every step or, with pipeline `stages`, in one of so many steps, each of which begins when another
     ends.
@@ -62,9 +62,9 @@ class Pace:
 
     def time(self, head: Request | None) -> StepTime | None:
         """Returns the target of the next step; `head` is the first waiting request."""
-        if self.costs is None:
-            return None
         self._asked = self._clock()
+        if self.costs is None or not self.target:
+            return None
         seconds = self._step_target
         if self._yields and head is not None and not head.queue.begun_at:
             seconds = max(seconds, SHARE_OF_WAIT * (self._asked - head.queue.arrived_at))
@@ -113,7 +113,7 @@ class Pace:
 
     def spare_seconds(self) -> float:
         """Returns the seconds until the next step must be planned and launched, near the end of the one in flight."""
-        if self.costs is None or not self._begun:
+        if self.costs is None or not self.target or not self._begun:
             return 0.0
         load, began = self._begun[0]
         ends = max(began, self._ended) + min(self._expected(load), LONGEST_REST)

@@ -74,6 +74,11 @@ class StepCosts:
         encoding = self._per_encoding * load.encoding
         return products + self._per_key * load.keys + self._per_pair * load.pairs + encoding
 
+    def prompt_seconds(self, most: int, start: int, end: int) -> float:
+        """Returns the predicted time of steps with the tokens `start` to `end` of a prompt, of at most `most` each."""
+        begins = range(start, end, most)
+        return sum(self.seconds(StepLoad().with_prompt(begin, min(most, end - begin))) for begin in begins)
+
     def encoding_within(self, seconds: float) -> float:
         """Returns the `StepLoad.encoding` that takes so long."""
         return seconds / self._per_encoding

@@ -302,11 +302,6 @@ class Ranks:
         """All ranks, and those of earlier stages, have come here when the first of the last stage goes on."""
         self.least(torch.zeros(1, dtype=torch.int32, device=device)).tolist()
 
-    def own(self, key: bytes) -> bytes:
-        """The key of this rank's part of what all of them call `key`, as the first of the last stage does, too."""
-        number = (self.stage.count - 1 - self.stage.index) * self.size + self.rank
-        return key + number.to_bytes(2) if number else key
-
     def check(self) -> None:
         """Raise RuntimeError if a rank was missing in a call that was captured."""
         if self._memory is not None:

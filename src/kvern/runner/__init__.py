@@ -3,6 +3,6 @@
 `executor.py` receives steps, and `worker.py` owns what lives on the device. `runner.py` runs a step on a CPU,
 `device_runner.py` on a GPU. `needs.py` lists what a request asks of sampling, and `sampling.py` chooses between PyTorch
 and the kernels for CPUs.
-`tiered.py` has the protocol of KV tiers, `Tier`, and calls it around steps.
+`tier.py` moves pages between the KV cache and stores, and `tiered.py` calls it around steps.
 The scheduler (`engine/`) is above and is not imported here.
 """

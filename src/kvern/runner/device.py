@@ -38,8 +38,8 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
     if not spec.recurrent:
         return
     refused = {
-        f"kv_tier {config.kv_tier}": (
-            config.kv_tier is not None,
+        f"kv_tier {' '.join(config.kv_tier)}": (
+            bool(config.kv_tier),
             "a tier keeps blocks and no states: leave kv_tier out",
         ),
         "deterministic": (

@@ -5,9 +5,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvern.cache.messages import TierIndex
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.device import resolve_device
@@ -21,7 +19,7 @@ from kvern.spec.model import ModelSpec
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.runner.ranks.experts import LayerCounts
-    from kvern.runner.tiered import Tier
+    from kvern.runner.tier import Tier
 
 Execute = Callable[[SchedulerOutput], StepResult]
 
@@ -34,10 +32,9 @@ class Executor:
     """
 
     def __init__(self, worker: Worker, tier: "Tier | None" = None) -> None:
-        """`tier` keeps blocks that leave the KV cache; None: they are forgotten."""
+        """`tier` keeps pages of the KV cache; None: there is none."""
         self._worker = worker
-        self.tier: TierIndex | None = tier
-        self._own_tier = tier
+        self.tier = tier
         self._execute = tiered(StepParts(worker.runner.execute).execute, tier, worker.runner)
         self._error: BaseException | None = None
 
@@ -59,8 +56,8 @@ class Executor:
     def abandon(self) -> None:
         """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""
         self._error = None
-        if self._own_tier is not None:
-            self._own_tier.abandon()
+        if self.tier is not None:
+            self.tier.abandon()
         self.forget()
 
     def forget(self) -> None:
@@ -107,20 +104,7 @@ def start(
     plan = agree([worker.probe()], config, spec)
     layout = lay_out([worker.load(plan)], plan, config)
     worker.build(layout)
-    return Executor(worker, make_tier(config, layout)), layout
-
-
-def make_tier(config: EngineConfig, layout: Layout) -> "Tier | None":
-    """The tier of the configuration. Raises ConfigError."""
-    if config.kv_tier is None:
-        return None
-    if not config.prefix_cache:
-        raise ConfigError(
-            f"kv_tier {config.kv_tier} needs the prefix cache, which is off: leave kv_tier out, or turn prefix_cache on"
-        )
-    from kvern.runner.tiered import TIERS
-
-    return TIERS.find(config.kv_tier)(config, layout)
+    return Executor(worker, worker.make_tier(layout)), layout
 
 
 def tiered(execute: Execute, tier: "Tier | None", runner: Runner, ranks: Ranks = ALONE) -> Execute:
@@ -131,5 +115,5 @@ def tiered(execute: Execute, tier: "Tier | None", runner: Runner, ranks: Ranks =
 
     execute = computing(execute)
     if tier is not None:
-        execute = TieredSteps(execute, tier, runner.caches, ranks).execute
+        execute = TieredSteps(execute, tier, runner.caches[0].device, ranks).execute
     return execute if runner.embeddings is None else EncodedSteps(execute, runner.embeddings, ranks).execute

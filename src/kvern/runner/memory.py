@@ -154,7 +154,7 @@ def choose_groups(config: EngineConfig, spec: ModelSpec, plan: Plan, libraries: 
     obstacles = {
         "windowed_kv_cache is off": config.windowed_kv_cache == "off",
         "the contiguous cache has one block for each sequence": config.kv_cache != "paged",
-        f"the tier {config.kv_tier} keeps blocks of one table": config.kv_tier is not None,
+        "kv_tier keeps pages of one block table": bool(config.kv_tier),
         "stages would divide the layers of a table": config.pipeline_parallel_size > 1,
         "states of recurrent layers are kept at other places": bool(spec.recurrent),
         "a draft model keeps all tokens": config.draft_model is not None and not groups.whole,

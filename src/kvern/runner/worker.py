@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from kvern.runner.cached_model import EmbeddingSource
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
+    from kvern.runner.tier import Tier
     from kvern.spec.vision import VisionSpec
     from kvern.structured.masks import GrammarRows
 
@@ -184,6 +185,7 @@ class Worker:
     def load(self, plan: Plan) -> FreeMemory:
         """Load the weights and whatever a batch of the plan's size needs beside its cache. Raises KvernError."""
         config = self._config
+        self._plan = plan
         spec = self._spec
         device = self.device
         self._choose_sums(plan)
@@ -404,6 +406,21 @@ class Worker:
             from kvern.runner.ranks.experts import check_moves, experts_of
 
             check_moves(experts_of(self._loaded.decoder), self._ranks.of_experts)
+
+    def make_tier(self, layout: Layout) -> "Tier | None":
+        """The tier that keeps pages of the KV cache, once that is built; None: no option asks for one.
+
+        Raises ConfigError.
+        """
+        if not self._config.kv_tier:
+            return None
+        from kvern.runner.tier_start import TieredCache, start_tier
+
+        caches, eight_bit = self.runner.caches, self._loaded.eight_bit
+        cache = TieredCache(self._folder, self._whole, self._plan, layout, self._ranks, caches, eight_bit)
+        tier, lines = start_tier(self._config, cache)
+        self._startup.report(lines)
+        return tier
 
     def expert_placements(self) -> "dict[int, Placement]":
         """The first placements of all layers of the model whose experts are placed whole."""

@@ -69,8 +69,9 @@ class Store(Protocol):
 
 STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(
     "kind of store of the KV cache",
-    "kvern.kv_stores",
+    "kvern.kv_tiers",
     own={
+        "host": "kvern.tiers.host:make_host",
         "disk": "kvern.tiers.disk:disk",
         "valkey": "kvern.tiers.valkey:valkey",
         "valkeys": "kvern.tiers.valkey:valkeys",

@@ -25,7 +25,7 @@ class DraftKeys:
             self._held[copy.target] = min(self._held[copy.source], copy.tokens)
         tier = output.message(TierMessage)
         for load in () if tier is None else tier.loads:
-            self._held[load.block] = 0
+            self._clear([block for block in load.tables[0] if block >= 0])
         for request in output.joined:
             table = list(request.block_ids)
             self._clear(table[-(-request.num_computed_tokens // self._size) :])

@@ -17,7 +17,7 @@ from kvern.ranks.lost_ranks import Release
 from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.device import resolve_device
-from kvern.runner.executor import Executor, make_tier, tiered
+from kvern.runner.executor import Executor, tiered
 from kvern.runner.plan import Layout, agree, lay_out
 from kvern.runner.ranks.experts import LayerCounts
 from kvern.runner.ranks.rank_limits import rank_of
@@ -34,7 +34,6 @@ from kvern.runner.ranks.rank_wire import (
     IsHere,
     IsReady,
     LoadWeights,
-    NotedTier,
     PlaceExperts,
     RankMessage,
     RunStep,
@@ -42,7 +41,7 @@ from kvern.runner.ranks.rank_wire import (
     UseIdleTime,
 )
 from kvern.runner.startup import Startup
-from kvern.runner.tiered import Tier
+from kvern.runner.tier import Tier
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
@@ -56,13 +55,12 @@ class RankedExecutor(Executor):
     """
 
     def __init__(self, worker: Worker, others: RankProcesses, ranks: Ranks, tier: Tier | None = None) -> None:
-        super().__init__(worker)
+        super().__init__(worker, tier)
         # Steps run whole: ranks would cut them in different places.
         self._execute = watched_steps(tiered(worker.runner.execute, tier, worker.runner, ranks), others)
         self._others = others
         self._balance = worker.expert_balance()
         self._ranks = ranks
-        self._noted = self.tier = None if tier is None else NotedTier(tier, self._begin_all)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         self._announce(output)
@@ -77,7 +75,7 @@ class RankedExecutor(Executor):
         except BaseException as error:
             self._error = error
         if self._error is None:
-            self._others.send(RunStep(output, [] if self._noted is None else self._noted.taken()))
+            self._others.send(RunStep(output))
 
     def _on_all(self, message: RankMessage, function: Callable[[], Done]) -> Done:
         """Call a function after the steps so far; the message has the other ranks do the same."""
@@ -143,7 +141,6 @@ class StagedExecutor(RankedExecutor):
         return step
 
     def _begin_all(self) -> None:
-        """A tier is asked behind the steps before, as on the other ranks: they may save and load what it was told."""
         for step in self._later:
             step.begin()
 
@@ -268,7 +265,7 @@ def start_ranks(
         others.send(TakeMemory(layout))
         begun = time.monotonic()
         worker.build(layout)
-        tier = make_tier(config, layout)
+        tier = worker.make_tier(layout)
         others.answers(IsReady, "taken its memory", time.monotonic() - begun)
     except BaseException:
         others.end()

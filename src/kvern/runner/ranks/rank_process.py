@@ -28,7 +28,7 @@ from kvern.models.loader import read_config
 from kvern.ranks.ranks import Ranks
 from kvern.request.step import StepResult
 from kvern.runner.device import resolve_device
-from kvern.runner.executor import make_tier, tiered
+from kvern.runner.executor import tiered
 from kvern.runner.plan import Layout
 from kvern.runner.ranks.rank_limits import rank_of
 from kvern.runner.ranks.rank_wire import (
@@ -51,10 +51,9 @@ from kvern.runner.ranks.rank_wire import (
     decode_for_rank,
     decode_start,
     encode,
-    follow,
 )
 from kvern.runner.startup import Startup
-from kvern.runner.tiered import Tier
+from kvern.runner.tier import Tier
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
@@ -122,7 +121,7 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
     take = decode_for_rank(socket.recv())
     assert isinstance(take, TakeMemory)
     worker.build(take.layout)
-    rank = Rank(config, folder, draft, spec, worker, ranks, take.layout, make_tier(config, take.layout))
+    rank = Rank(config, folder, draft, spec, worker, ranks, take.layout, worker.make_tier(take.layout))
     socket.send(encode(IsReady()))
     return rank
 
@@ -134,9 +133,7 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     in_flight: deque[StepResult] = deque()
     while True:
         match decode_for_rank(socket.recv()):
-            case RunStep(output, tier_calls):
-                if tier is not None:
-                    follow(tier, rank.ranks, tier_calls)
+            case RunStep(output):
                 in_flight.append(execute(output))
                 if len(in_flight) >= rank.layout.depth:
                     in_flight.popleft().result()

@@ -7,19 +7,17 @@ Ranks in DP attention get TakeTurn in the place of RunStep, and answer each with
 
 All come in order: an adapter is there before the first step that loads it, and goes after the last.
 
-The tier of the first rank decides for all ranks, each of which keeps its part of the same blocks.
+The tier of the first rank says which pages there are; each rank saves and loads those of its own heads and layers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
 
 from kvern.adapters.peft import Adapter, LowRank
-from kvern.cache.messages import TierIndex
 from kvern.ranks.expert_placement import Placement
-from kvern.ranks.ranks import Ranks
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.request.step import SchedulerOutput
@@ -57,19 +55,10 @@ class TakeMemory(RankMessage):
     layout: Layout
 
 
-class TierCall(msgspec.Struct, array_like=True, gc=False):
-    """A call of a tier of the KV cache: a method of `TierIndex`, its keys, and for `put` the block."""
-
-    method: Literal["put", "acquire", "release", "lose"]
-    keys: list[bytes]
-    block: int = 0
-
-
 class RunStep(RankMessage):
-    """The next step, and what the first rank's tier was asked before."""
+    """The next step."""
 
     output: SchedulerOutput
-    tier_calls: list[TierCall] = []
 
 
 class ForgetSteps(RankMessage):
@@ -197,47 +186,3 @@ decode_for_rank = msgspec.msgpack.Decoder(
     | DropAdapter
 ).decode
 decode_for_first = msgspec.msgpack.Decoder(IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | Failed).decode
-
-
-class NotedTier:
-    """A tier that decides for all ranks, and notes what it was asked; `before` is called first each time."""
-
-    def __init__(self, tier: TierIndex, before: Callable[[], None]) -> None:
-        self._tier, self._before = tier, before
-        self._calls: list[TierCall] = []
-
-    def put(self, key: bytes, block: int) -> bool:
-        self._before()
-        self._calls.append(TierCall("put", [key], block))
-        return self._tier.put(key, block)
-
-    def acquire(self, keys: Iterable[bytes]) -> list[bytes]:
-        self._before()
-        found = self._tier.acquire(keys)
-        self._calls.append(TierCall("acquire", found))
-        return found
-
-    def release(self, keys: Sequence[bytes]) -> None:
-        self._before()
-        self._calls.append(TierCall("release", [*keys]))
-        self._tier.release(keys)
-
-    def lose(self, keys: Sequence[bytes]) -> None:
-        self._before()
-        self._calls.append(TierCall("lose", [*keys]))
-        self._tier.lose(keys)
-
-    def taken(self) -> list[TierCall]:
-        """The calls since the last time."""
-        calls, self._calls = self._calls, []
-        return calls
-
-
-def follow(tier: TierIndex, ranks: Ranks, calls: Iterable[TierCall]) -> None:
-    """Ask a rank's tier what the first one's was asked, about the rank's own keys."""
-    for call in calls:
-        keys = [ranks.own(key) for key in call.keys]
-        if call.method == "put":
-            tier.put(keys[0], call.block)
-        else:
-            getattr(tier, call.method)(keys)

@@ -1,0 +1,103 @@
+"""Makes the tier of a rank from its options: the identity of its pages, and its stores."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvern.attention.eight_bit import EightBit
+from kvern.cache.keys import model_identity
+from kvern.config import EngineConfig
+from kvern.cpu.cores import available_memory
+from kvern.errors import ConfigError
+from kvern.ranks.ranks import Ranks
+from kvern.runner.page_mover import TorchMover, head_groups
+from kvern.runner.plan import Layout, Plan
+from kvern.runner.tier import Tier
+from kvern.spec.model import ModelSpec
+from kvern.tiers.host import HostStore, host_size, map_arena
+from kvern.tiers.pages import FORMAT_VERSION
+from kvern.tiers.shelf import Shelf
+from kvern.tiers.store import Identity, Store, make_store, shown_option
+
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class TieredCache:
+    """The KV cache of a rank, for which a tier is made.
+
+    `spec`: of the whole model in `folder`. `caches`: of the rank's layers, as of `Runner`.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    plan: Plan
+    layout: Layout
+    ranks: Ranks
+    caches: Sequence[torch.Tensor]
+    eight_bit: EightBit | None
+
+
+def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str]]:
+    """The tier of a rank, and lines for the report of a start. Raises ConfigError."""
+    spec = cache.spec
+    layout = cache.layout
+    ranks = cache.ranks
+    stage = range(len(spec.layers)) if ranks.stage.layers is None else ranks.stage.layers
+    places = [(layer, kept) for layer, kept in zip(spec.caching_layers, spec.attentions, strict=True) if layer in stage]
+    scales = None if cache.eight_bit is None else cache.eight_bit.scales
+    layers = [layer for layer, _ in places]
+    groups = head_groups(cache.caches, [kept for _, kept in places], layers, [0] * len(layers), ranks, scales)
+    identity = identity_of(config, cache)
+    stores: dict[str, Store] = {}
+    lines = []
+    for option in config.kv_tier:
+        kind = option.partition(":")[0]
+        store, line = _host_store(option, config, ranks) if kind == HOST else (make_store(option, identity), "")
+        lines.append(line or f"pages of the KV cache are kept in {shown_option(option)}")
+        number = sum(name.partition("-")[0] == kind for name in stores)
+        stores[f"{kind}-{number + 1}" if number else kind] = store
+    lines.append(f"pages are those of {identity.digest.hex()}")
+    return Tier(TorchMover(groups), Shelf(stores), identity.digest, layout.block_size), lines
+
+
+def identity_of(config: EngineConfig, cache: TieredCache) -> Identity:
+    """What all pages of an engine have in common, however many ranks it has: weights, number formats, positions."""
+    plan, layout = cache.plan, cache.layout
+    turns = {
+        repr((rope.theta, rope.dim, rope.scaling.frequencies(rope.theta, rope.dim, layout.max_model_len)))
+        for layer in cache.spec.layers
+        if (rope := layer.rope) is not None
+    }
+    described = {
+        "weights": f"{config.load_format} {config.quantization or 'as stored'}",
+        "dtype": plan.dtype,
+        "cache": layout.dtype,
+        "block_size": str(layout.block_size),
+        "positions": hashlib.blake2b(repr(sorted(turns)).encode(), digest_size=8).hexdigest(),
+        "format": str(FORMAT_VERSION),
+    }
+    if config.deterministic:
+        sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+        described["bits"] = repr((layout.device, sizes, sorted(plan.kernels), sorted(layout.attention.items())))
+    digest = model_identity(cache.folder, sorted(described.items()))
+    return Identity(digest, {"model": config.model or cache.folder.name, **described})
+
+
+def _host_store(option: str, config: EngineConfig, ranks: Ranks) -> tuple[HostStore, str]:
+    """This rank's part of the memory of `host` or `host:SIZE`, and a line for the report."""
+    parts = config.ranks
+    number = ranks.stage.index * ranks.size + ranks.rank
+    if ranks.dp_attention is not None:
+        number = ranks.dp_attention.ranks.rank
+    try:
+        size = host_size(option.partition(":")[2], available_memory() // config.data_parallel_size)
+    except ValueError as error:
+        raise ConfigError(f"kv_tier is {option!r}: {error}") from error
+    each = size // parts
+    line = f"pages of the KV cache are kept in {size / 1e9:.2f} GB of host memory"
+    memory = map_arena(each, number, parts)
+    return HostStore(each if memory is None else len(memory), memory), line

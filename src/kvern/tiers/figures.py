@@ -1,0 +1,38 @@
+"""Figures of a store, as statistics and metrics have them."""
+
+import msgspec
+
+
+class StoreFigures(msgspec.Struct, array_like=True, gc=False):
+    """Counters of a store since the engine started, and its price and state now.
+
+    hit_tokens       tokens that were loaded from it, whole and right
+    missed_tokens    tokens of pages that it did not have
+    stored_tokens    tokens whose pages it keeps since
+    evicted_pages    pages that made room for others, if the store counts them
+    late_tokens      tokens that had not come in time, and were computed
+    corrupt_pages    pages with a wrong header or sum
+    refused_tokens   tokens that were computed because loading them would have taken longer
+    skipped_tokens   tokens that were not saved: too many bytes were on their way, or the store did not take them
+    failures         calls that raised, or lied about how much they did
+    read_bytes, written_bytes, read_seconds, written_seconds
+    latency_seconds, bandwidth  the price, in seconds and bytes a second
+    is_on            False while it is not asked, since it failed
+    """
+
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    stored_tokens: int = 0
+    evicted_pages: int = 0
+    late_tokens: int = 0
+    corrupt_pages: int = 0
+    refused_tokens: int = 0
+    skipped_tokens: int = 0
+    failures: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_seconds: float = 0.0
+    written_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    bandwidth: float = 0.0
+    is_on: bool = True

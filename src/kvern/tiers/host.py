@@ -1,0 +1,230 @@
+"""Pages in host memory: an arena whose memory another process may own, so that it outlives the engine.
+
+    head 64 | entries, 64 each, one for a cell | cells of CELL_BYTES
+
+A page takes as many cells as it needs, anywhere. A cell's entry names its page and says which part of it the cell has.
+It is zeroed before the cell is written, and written afterwards, so a page that was being written when the process was
+killed lacks an entry and is no page. An engine that starts over an arena reads the entries and continues with what is
+whole. An entry with a wrong sum, or a page with a part missing, is free memory.
+
+The numbers are little-endian. Least recently used pages make room for others.
+"""
+
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from kvern.errors import ConfigError
+from kvern.tiers.store import NAME_BYTES, Identity, read_bytes
+
+logger = logging.getLogger("kvern")
+
+ARENA = "_KVERN_HOST_ARENA"
+"""The environment variable with the path of the memory that the engine's supervisor owns."""
+SHARE = 0.25
+"""The share of the free memory that an arena takes whose size nobody gave."""
+LARGEST_CELL, SMALLEST_CELL = 64 << 10, 1 << 10
+LEAST_CELLS = 256
+"""Cells become smaller in a small arena, so that it has as many."""
+
+_HEAD = struct.Struct("<8sIIQ40x")
+_MAGIC = b"kvARENA1"
+_ENTRY = struct.Struct("<32sQIIQ")
+_SUM = struct.Struct("<Q")
+ENTRY_BYTES = _ENTRY.size + _SUM.size
+
+
+@dataclass(eq=False)
+class _Page:
+    """The cells of a page, in order, its bytes, and how many threads copy from it."""
+
+    cells: list[int]
+    length: int
+    readers: int = 0
+
+
+class HostStore:
+    """A store in the host's memory of at most `size` bytes. Any thread may call its methods."""
+
+    is_local = True
+    is_private = True
+    """Each rank has its own."""
+
+    def __init__(self, size: int, memory: "mmap.mmap | None" = None) -> None:
+        """`memory`: an arena of so many bytes that may have pages already; None: of this process alone.
+
+        Raises ConfigError for a size that holds nothing.
+        """
+        cell = LARGEST_CELL
+        while cell > SMALLEST_CELL and size // (cell + ENTRY_BYTES) < LEAST_CELLS:
+            cell //= 2
+        cells = (size - _HEAD.size) // (cell + ENTRY_BYTES)
+        if cells < 1:
+            raise ConfigError(f"kv_tier host has {size} bytes: give it {cell + ENTRY_BYTES + _HEAD.size} at least")
+        self.evicted = 0
+        """Pages that made room for others."""
+        self._cell, self._count = cell, cells
+        self._memory = memory if memory is not None else mmap.mmap(-1, size)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._first = _HEAD.size + cells * ENTRY_BYTES
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._free: list[int] = []
+        head = _HEAD.pack(_MAGIC, cell, cells, size)
+        if self._memory[: _HEAD.size] == head:
+            self._scan()
+        else:
+            self._memory[_HEAD.size : self._first] = bytes(cells * ENTRY_BYTES)
+            self._memory[: _HEAD.size] = head
+            self._free = list(range(cells))
+
+    @property
+    def pages(self) -> int:
+        """The number of pages that are kept."""
+        return len(self._pages)
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        return [name in self._pages for name in names]
+
+    def get(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
+        return [self._get(name, place) for name, place in zip(names, places, strict=True)]
+
+    def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
+        return [self._put(name, place) for name, place in zip(names, places, strict=True)]
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """Forgets pages."""
+        with self._lock:
+            for name in names:
+                page = self._pages.get(name)
+                if page is not None and not page.readers:
+                    self._remove(name)
+
+    def close(self) -> None:
+        """The memory stays with its owner; if that is this process, it goes with the last reference."""
+
+    def _get(self, name: bytes, place: memoryview) -> bool:
+        with self._lock:
+            page = self._pages.get(name)
+            if page is None or page.length != len(place):
+                return False
+            page.readers += 1
+            self._pages.move_to_end(name)
+        target = np.frombuffer(place, np.uint8)
+        for start, cell in zip(range(0, page.length, self._cell), page.cells, strict=True):
+            part = target[start : start + self._cell]
+            np.copyto(part, self._part(cell, len(part)))
+        with self._lock:
+            page.readers -= 1
+        return True
+
+    def _put(self, name: bytes, place: memoryview) -> bool:
+        length = len(place)
+        needed = -(-length // self._cell)
+        with self._lock:
+            if name in self._pages:
+                self._pages.move_to_end(name)
+                return True
+            if needed > self._count or not length:
+                return False
+            while len(self._free) < needed:
+                unused = next((other for other, page in self._pages.items() if not page.readers), None)
+                if unused is None:
+                    return False
+                self._remove(unused)
+                self.evicted += 1
+            cells = [self._free.pop() for _ in range(needed)]
+            self._generation += 1
+            generation = self._generation
+        source = np.frombuffer(place, np.uint8)
+        for index, cell in enumerate(cells):
+            part = source[index * self._cell :][: self._cell]
+            np.copyto(self._part(cell, len(part)), part)
+            entry = _ENTRY.pack(name, generation, index, needed, length)
+            self._write_entry(cell, entry + _SUM.pack(xxhash.xxh3_64_intdigest(entry)))
+        with self._lock:
+            if name in self._pages:  # another thread was faster
+                self._release(cells)
+            else:
+                self._pages[name] = _Page(cells, length)
+        return True
+
+    def _remove(self, name: bytes) -> None:
+        self._release(self._pages.pop(name).cells)
+
+    def _release(self, cells: Sequence[int]) -> None:
+        for cell in cells:
+            self._write_entry(cell, bytes(ENTRY_BYTES))
+        self._free += cells
+
+    def _part(self, cell: int, length: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        start = self._first + cell * self._cell
+        return self._bytes[start : start + length]
+
+    def _write_entry(self, cell: int, entry: bytes) -> None:
+        start = _HEAD.size + cell * ENTRY_BYTES
+        self._memory[start : start + ENTRY_BYTES] = entry
+
+    def _scan(self) -> None:
+        """Find the pages of an earlier engine, the oldest first."""
+        entries = self._bytes[_HEAD.size : self._first].reshape(-1, ENTRY_BYTES)
+        parts: defaultdict[tuple[int, bytes, int], dict[int, int]] = defaultdict(dict)
+        for cell in np.flatnonzero(entries.any(1)).tolist():
+            entry = entries[cell].tobytes()
+            content, (found,) = entry[: _ENTRY.size], _SUM.unpack(entry[_ENTRY.size :])
+            if xxhash.xxh3_64_intdigest(content) == found:
+                name, generation, index, count, length = _ENTRY.unpack(content)
+                if count == -(-length // self._cell):
+                    parts[generation, name, length][index] = cell
+        used: set[int] = set()
+        for (generation, name, length), cells in sorted(parts.items(), key=lambda item: item[0]):
+            self._generation = max(self._generation, generation)
+            if name not in self._pages and sorted(cells) == [*range(-(-length // self._cell))]:
+                self._pages[name] = _Page([cells[index] for index in range(len(cells))], length)
+                used.update(cells.values())
+        self._release([cell for cell in range(self._count) if cell not in used])
+
+
+def make_host(rest: str, identity: Identity) -> HostStore:
+    """A store of this process alone, for the registry: an engine makes its own, over memory that outlives it."""
+    return HostStore(read_bytes(rest))
+
+
+def host_size(rest: str, available: int) -> int:
+    """The bytes of an arena from the option's text behind `host`, empty for a share of what is available.
+
+    Raises ValueError.
+    """
+    return read_bytes(rest) if rest else int(available * SHARE)
+
+
+def map_arena(size: int, part: int = 0, parts: int = 1) -> "mmap.mmap | None":
+    """Maps part `part` of `parts`, of `size` bytes each, of the supervisor's memory; None: there is none."""
+    path = os.environ.get(ARENA)
+    if path is None:
+        return None
+    size = size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            if os.fstat(descriptor).st_size != size * parts:
+                os.ftruncate(descriptor, 0)  # of an engine with other options
+                os.ftruncate(descriptor, size * parts)
+            return mmap.mmap(descriptor, size, offset=part * size)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        logger.warning("the pages of kv_tier host will not outlive this process: %s: %s", path, error)
+        return None
+
+
+assert NAME_BYTES == 32, "entries have names of this size"

@@ -1,0 +1,203 @@
+"""Pages that left the cache and come back: the bits that the prefix tree gives, and less to compute."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import LLM, SamplingParams
+from kvern.errors import ConfigError
+from kvern.tiers.host import HostStore
+from kvern.tiers.pages import HEADER_BYTES
+from kvern.tiers.store import STORES
+from tests.support.idle import core_here, is_idle
+from tests.support.tiers import (
+    HOST,
+    PAGE_TOKENS,
+    answer,
+    check_hits,
+    figures,
+    forget,
+    settle,
+    tier_of,
+    trust,
+)
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "block_size": 4,
+    "max_model_len": 64,
+    "kv_cache_tokens": 120,
+    "max_batch_requests": 2,
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPT = [*range(20, 61)]
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PAGE_TOKENS, 8)
+
+
+def tokens(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate([list(prompt) for prompt in prompts], PARAMS)]
+
+
+def test_a_hit_gives_the_bits_of_the_prefix_tree(tiny_model: Path) -> None:
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        assert check_hits(llm, PROMPT) == 40
+
+
+def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:
+    """Each turn evicts the blocks of all other conversations."""
+    plain = LLM(tiny_model, **OPTIONS)
+    tiered = LLM(tiny_model, kv_tier=HOST, **OPTIONS)
+    trust(tiered)
+    talks = [list(range(20 + 40 * talk, 50 + 40 * talk)) for talk in range(4)]
+    for turn in range(3):
+        expected = tokens(plain, talks)
+        settle(tiered)
+        outputs = tiered.generate(talks, PARAMS)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        if turn:
+            computed = [len(talk) - output.cached_tokens for talk, output in zip(talks, outputs, strict=True)]
+            assert max(computed) <= 15, "what was said before was computed again"
+        for talk, output in zip(talks, outputs, strict=True):
+            talk += [*output.outputs[0].token_ids, 7]
+    settle(tiered)
+    assert figures(tiered).hit_tokens and is_idle(tiered)
+
+
+def test_a_page_of_which_the_tree_has_a_part_brings_the_rest(tiny_model: Path) -> None:
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        trust(llm)
+        expected, _ = answer(llm, PROMPT)
+        settle(llm)
+        tree = core_here(llm).scheduler.cache.tree
+        tree.evict(tree.size - 3)  # a page and a half
+        found, cached = answer(llm, PROMPT)
+        assert cached == 40
+        assert found.token_ids == expected.token_ids
+        assert figures(llm).hit_tokens == 32
+
+
+def test_a_store_that_forgets_changes_no_answer(tiny_model: Path) -> None:
+    plain = LLM(tiny_model, **OPTIONS)
+    tiered = LLM(tiny_model, kv_tier=("host:40KB",), **OPTIONS)
+    trust(tiered)
+    prompts = [[*range(20, 36), number, *range(number, number + 12)] for number in range(60, 66)] * 2
+    for _ in range(3):
+        assert tokens(tiered, prompts) == tokens(plain, prompts)
+        settle(tiered)
+    assert figures(tiered).evicted_pages and is_idle(tiered)
+
+
+def test_preempted_requests_come_back_by_loading(tiny_model: Path) -> None:
+    options = OPTIONS | {"kv_cache_tokens": 68, "max_batch_requests": 3}
+    params = PARAMS.replace(max_tokens=20)
+    prompts = [[*range(20 + 40 * number, 50 + 40 * number)] for number in range(3)]
+    with LLM(tiny_model, **OPTIONS) as plain:
+        expected = [plain.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    with LLM(tiny_model, kv_tier=HOST, **options) as llm:
+        trust(llm)
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+        assert llm.statistics().preemptions and figures(llm).hit_tokens
+        settle(llm)
+        assert is_idle(llm)
+
+
+def test_what_computes_faster_is_not_loaded(tiny_model: Path) -> None:
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        tier = trust(llm)
+        expected, _ = answer(llm, PROMPT)
+        forget(llm)
+        tier.computing = lambda start, end: 0.0
+        found, cached = answer(llm, PROMPT)
+        assert (cached, found.token_ids) == (0, expected.token_ids)
+        assert figures(llm).refused_tokens == 40 and not figures(llm).read_bytes
+        forget(llm)
+        tier.computing = lambda start, end: 10.0
+        assert answer(llm, PROMPT)[1] == 40
+
+
+def test_namespaces_hold(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one client's salt has saved, another's does not find."""
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        trust(llm)
+        for salt, hits in ((b"a", 0), (b"b", 0), (b"a", 40)):
+            monkeypatch.setattr("kvern.request.request.cache_namespace", lambda spec, salt=salt: salt)
+            assert answer(llm, PROMPT)[1] == hits
+            forget(llm)
+        assert figures(llm).hit_tokens == 40
+
+
+def spoil(llm: LLM, change: Any) -> None:
+    """Change the bytes of each page in host memory."""
+    store = tier_of(llm).shelf.stores[0].store
+    assert isinstance(store, HostStore)
+    for page in store._pages.values():
+        change(store, page)
+
+
+def flip(place: int) -> Any:
+    def change(store: HostStore, page: Any) -> None:
+        store._part(page.cells[place // store._cell], store._cell)[place % store._cell] ^= 16
+
+    return change
+
+
+@pytest.mark.parametrize("place", [0, 5, 10, 20, 40, HEADER_BYTES, HEADER_BYTES + 777])
+def test_a_flipped_bit_is_a_miss(tiny_model: Path, place: int) -> None:
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        trust(llm)
+        expected, _ = answer(llm, PROMPT)
+        forget(llm)
+        spoil(llm, flip(place))
+        found, cached = answer(llm, PROMPT)
+        assert (cached, found.token_ids) == (0, expected.token_ids)
+        assert figures(llm).corrupt_pages
+        forget(llm)
+        assert answer(llm, PROMPT)[1] == 40, "the pages are not written again"
+
+
+def test_swapped_pages_are_misses(tiny_model: Path) -> None:
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        trust(llm)
+        expected, _ = answer(llm, PROMPT)
+        forget(llm)
+        store: Any = tier_of(llm).shelf.stores[0].store
+        pages = [page.cells for page in store._pages.values()]
+        for page, cells in zip(store._pages.values(), pages[1:] + pages[:1], strict=True):
+            page.cells = cells
+        found, cached = answer(llm, PROMPT)
+        assert (cached, found.token_ids) == (0, expected.token_ids)
+        assert figures(llm).corrupt_pages
+
+
+def test_a_tier_without_the_prefix_cache_is_refused(tiny_model: Path) -> None:
+    """Such a tier would never be asked for a page."""
+    with pytest.raises(ConfigError, match="kv_tier host:1GB needs the prefix cache"):
+        LLM(tiny_model, kv_tier="host:1GB", **OPTIONS | {"prefix_cache": False})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("host:much", "the size 'much' must be"),
+        ("host:100", "give it 1[0-9]+ at least"),
+        ("hots:1GB", "did you mean host"),
+    ],
+)
+def test_a_wrong_option_is_named(tiny_model: Path, option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(tiny_model, kv_tier=(option,), **OPTIONS)
+
+
+def test_a_store_is_a_registration(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a package, or of a test."""
+    monkeypatch.setattr(STORES, "_registered", dict(STORES._registered))
+    STORES.register("memory")(lambda rest, identity: HostStore(int(rest)))
+    with LLM(tiny_model, kv_tier=("memory:20000000",), **OPTIONS) as llm:
+        assert check_hits(llm, PROMPT) == 40
