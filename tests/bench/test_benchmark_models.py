@@ -22,7 +22,7 @@ SMALL = {
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_shape_is_described(folder: Path) -> None:
     config = read_config(folder)
-    assert len(spec_from_config(config).layers) == config["num_hidden_layers"]
+    assert len(spec_from_config(config).layers) == config.get("text_config", config)["num_hidden_layers"]
 
 
 def test_the_command_of_the_documentation_runs_a_shape_without_weights_and_tokenizer(tmp_path: Path) -> None:

@@ -39,23 +39,41 @@ class TextForm(NamedTuple):
 
 
 class TextShape(NamedTuple):
-    """What the kernel is compiled for: heads, a window or 0, 1 if causal, and the queries and keys of a tile."""
+    """What the kernel is compiled for: heads, a window or 0, 1 if causal, and the queries and keys of a tile.
+
+    A head is taken in two parts, DIM entries and REST, which may be 0: tensors have sizes that are powers of two, and
+    one for a head of 72 would multiply 56 zeros.
+    """
 
     heads: int
     head_dim: int
     window: int
     causal: int
     DIM: int
+    REST: int
     QUERIES: int
     KEYS: int
 
 
 @triton.jit
+def _load(places, dim, known, SHAPE: tl.constexpr, MASKED: tl.constexpr):
+    """Load rows of heads, or columns, whose entries are `dim`."""
+    if MASKED:
+        return tl.load(places, mask=known & (dim < SHAPE.head_dim), other=0.0)
+    elif SHAPE.head_dim == SHAPE.DIM + SHAPE.REST:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=dim < SHAPE.head_dim, other=0.0)
+
+
+@triton.jit
 def _tile(
     queries,
+    queries_rest,
     maximum,
     total,
     gathered,
+    gathered_rest,
     position,
     count,
     query_position,
@@ -67,22 +85,19 @@ def _tile(
     SHAPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Gather from the keys at `position`; all of them are seen if not `MASKED`."""
+    """Gather from the keys at `position`, of which all are seen if not `MASKED`. Without a rest, rests are not used."""
+    known = position < count
     dim = tl.arange(0, SHAPE.DIM)
-    key_place = keys + position[None, :] * key_stride + dim[:, None]
-    value_place = values + position[:, None] * value_stride + dim[None, :]
-    if MASKED:
-        known = position < count
-        in_head = dim < SHAPE.head_dim
-        key = tl.load(key_place, mask=known[None, :] & in_head[:, None], other=0.0)
-        value = tl.load(value_place, mask=known[:, None] & in_head[None, :], other=0.0)
-    elif SHAPE.head_dim == SHAPE.DIM:
-        key = tl.load(key_place)
-        value = tl.load(value_place)
-    else:
-        key = tl.load(key_place, mask=(dim < SHAPE.head_dim)[:, None], other=0.0)
-        value = tl.load(value_place, mask=(dim < SHAPE.head_dim)[None, :], other=0.0)
+    key_places = keys + position[None, :] * key_stride
+    value_places = values + position[:, None] * value_stride
+    key = _load(key_places + dim[:, None], dim[:, None], known[None, :], SHAPE, MASKED)
+    value = _load(value_places + dim[None, :], dim[None, :], known[:, None], SHAPE, MASKED)
     scores = tl.dot(queries, key, input_precision="ieee")
+    if SHAPE.REST > 0:
+        rest = SHAPE.DIM + tl.arange(0, SHAPE.REST)
+        key_rest = _load(key_places + rest[:, None], rest[:, None], known[None, :], SHAPE, MASKED)
+        value_rest = _load(value_places + rest[None, :], rest[None, :], known[:, None], SHAPE, MASKED)
+        scores = tl.dot(queries_rest, key_rest, scores, input_precision="ieee")
     if MASKED:
         visible = (position < count)[None, :]
         if SHAPE.window > 0:
@@ -97,8 +112,11 @@ def _tile(
     weights = tl.exp2(scores * scale - higher[:, None])
     shrink = tl.exp2(maximum - higher)
     total = total * shrink + tl.sum(weights, axis=1)
-    gathered = gathered * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-    return higher, total, gathered
+    weights = weights.to(value.dtype)
+    gathered = tl.dot(weights, value, gathered * shrink[:, None], input_precision="ieee")
+    if SHAPE.REST > 0:
+        gathered_rest = tl.dot(weights, value_rest, gathered_rest * shrink[:, None], input_precision="ieee")
+    return higher, total, gathered, gathered_rest
 
 
 @Launcher
@@ -114,16 +132,19 @@ def _text_attention_kernel(
     row = first + tl.arange(0, SHAPE.QUERIES)
     dim = tl.arange(0, SHAPE.DIM)
     inside = (row < count)[:, None] & (dim < SHAPE.head_dim)[None, :]
-    queries = tl.load(
-        query.pointer + start * query.stride + row[:, None] * query.stride + head * SHAPE.head_dim + dim[None, :],
-        mask=inside,
-        other=0.0,
-    )
+    query_row = query.pointer + start * query.stride + row[:, None] * query.stride + head * SHAPE.head_dim
+    queries = tl.load(query_row + dim[None, :], mask=inside, other=0.0)
     keys = key.pointer + start * key.stride + head * SHAPE.head_dim
     values = value.pointer + start * value.stride + head * SHAPE.head_dim
     maximum = tl.full([SHAPE.QUERIES], float("-inf"), tl.float32)
     total = tl.full([SHAPE.QUERIES], 0.0, tl.float32)
     gathered = tl.full([SHAPE.QUERIES, SHAPE.DIM], 0.0, tl.float32)
+    queries_rest, gathered_rest = queries, total
+    if SHAPE.REST > 0:
+        rest = SHAPE.DIM + tl.arange(0, SHAPE.REST)
+        rest_inside = (row < count)[:, None] & (rest < SHAPE.head_dim)[None, :]
+        queries_rest = tl.load(query_row + rest[None, :], mask=rest_inside, other=0.0)
+        gathered_rest = tl.full([SHAPE.QUERIES, SHAPE.REST], 0.0, tl.float32)
     begin = 0
     unmasked = count // SHAPE.KEYS * SHAPE.KEYS
     end = count
@@ -135,17 +156,28 @@ def _text_attention_kernel(
         unmasked = first // SHAPE.KEYS * SHAPE.KEYS
         end = tl.minimum(count, first + SHAPE.QUERIES)
     for position in tl.range(begin, unmasked, SHAPE.KEYS):
-        maximum, total, gathered = _tile(
-            queries, maximum, total, gathered, position + tl.arange(0, SHAPE.KEYS), count, row, keys, values,
-            key.stride, value.stride, scale, SHAPE, False,
+        maximum, total, gathered, gathered_rest = _tile(
+            queries, queries_rest, maximum, total, gathered, gathered_rest, position + tl.arange(0, SHAPE.KEYS),
+            count, row, keys, values, key.stride, value.stride, scale, SHAPE, False,
         )  # fmt: skip
     for position in tl.range(unmasked, end, SHAPE.KEYS):
-        maximum, total, gathered = _tile(
-            queries, maximum, total, gathered, position + tl.arange(0, SHAPE.KEYS), count, row, keys, values,
-            key.stride, value.stride, scale, SHAPE, True,
+        maximum, total, gathered, gathered_rest = _tile(
+            queries, queries_rest, maximum, total, gathered, gathered_rest, position + tl.arange(0, SHAPE.KEYS),
+            count, row, keys, values, key.stride, value.stride, scale, SHAPE, True,
         )  # fmt: skip
-    target = out + ((start + row[:, None]) * SHAPE.heads + head) * SHAPE.head_dim + dim[None, :]
-    tl.store(target, (gathered / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    target = out + ((start + row[:, None]) * SHAPE.heads + head) * SHAPE.head_dim
+    tl.store(target + dim[None, :], (gathered / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    if SHAPE.REST > 0:
+        gathered_rest = (gathered_rest / total[:, None]).to(out.dtype.element_ty)
+        tl.store(target + rest[None, :], gathered_rest, mask=rest_inside)
+
+
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """DIM and REST of a TextShape: powers of two of at least 16, together no more than one alone would be."""
+    whole = max(16, next_power_of_2(head_dim))
+    part = whole // 2
+    rest = max(16, next_power_of_2(head_dim - part)) if head_dim < whole else 0
+    return (part, rest) if part >= 16 and 0 < rest < part else (whole, 0)
 
 
 def text_attention(
@@ -168,15 +200,9 @@ def text_attention(
     """
     _, heads, head_dim = query.shape
     assert not (form.causal and form.window), "a window reaches to both sides"
-    of_tile = TextShape(
-        heads,
-        head_dim,
-        form.window or 0,
-        int(form.causal),
-        max(16, next_power_of_2(head_dim)),
-        shape.queries,
-        shape.keys,
-    )
+    parts = head_parts(head_dim)
+    window, causal = form.window or 0, int(form.causal)
+    of_tile = TextShape(heads, head_dim, window, causal, *parts, shape.queries, shape.keys)
     _text_attention_kernel[(heads, texts.text.shape[0])](
         rows_of(query),
         rows_of(key),
