@@ -29,12 +29,11 @@ from benchmarks.images import photo
 from PIL import Image
 
 from kvern import LLM, AsyncLLM, SamplingParams
-from kvern.attention.bidirectional import attend_once
-from kvern.device.text_batch import TextBatch
 from kvern.images.views import Grid
 from kvern.models.image_models import vision_of
 from kvern.models.loader import LoadOptions, read_config
 from kvern.models.vision import CHANNELS, VisionTower, load_vision
+from kvern.runner.image_rows import attend_patches
 from kvern.runner.loaded_model import VISION_KERNELS
 from kvern.spec.vision import VisionSpec
 
@@ -112,13 +111,7 @@ def _encode(tower: VisionTower, grids: Sequence[Grid]) -> Callable[[], object]:
     count, device = sum(grid.cells for grid in grids), tower.build.device
     pixels = torch.randn(count, CHANNELS * tower.vision.patch**2, device=device)
 
-    def attend(lengths: Sequence[int], sliced: bool) -> Any:
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-        line = TextBatch(lengths, nothing, nothing, nothing, counts.cumsum(0, dtype=torch.int32) - counts, counts)
-        return attend_once(tower.spec.attentions, tower.build, line, sliced=sliced)
-
-    return partial(tower, pixels, grids, attend)
+    return partial(tower, pixels, grids, partial(attend_patches, tower))
 
 
 @torch.inference_mode()

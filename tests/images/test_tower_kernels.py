@@ -17,7 +17,7 @@ from kvern.layers.step_context import Attend
 from kvern.models.image_models import vision_of
 from kvern.models.loader import LoadOptions, read_config
 from kvern.models.vision import VisionTower, load_vision
-from kvern.runner.image_rows import _attend
+from kvern.runner.image_rows import attend_patches
 from kvern.runner.plan import CPU_KERNELS
 from kvern.spec import vision
 from tests.support.cache_folder import load_kernels
@@ -52,7 +52,7 @@ def rows(tower: VisionTower, *, joined: bool = False) -> Tensor:
     pixels = torch.randn(cells, 3 * tower.vision.patch**2, generator=torch.Generator().manual_seed(1))
 
     def attend(runs: Sequence[int], sliced: bool) -> Attend:
-        return _attend(tower, [sum(runs[:2]), *runs[2:]] if joined else runs)
+        return attend_patches(tower, [sum(runs[:2]), *runs[2:]] if joined else runs)
 
     with torch.inference_mode():
         found: Tensor = tower(pixels, grids, attend)
@@ -73,7 +73,9 @@ def test_kernels_compute_what_pytorch_does(tower: Callable[..., VisionTower]) ->
     plain, compiled = tower("float32"), tower("float32", kernels=CPU_KERNELS)
     assert all(item.compiled for item in methods(compiled))
     assert not any(item.compiled for item in plain.layers.modules() if isinstance(item, LinearMethod))
-    assert isinstance(_attend(compiled, [24]), CompiledAttend) and isinstance(_attend(plain, [24]), TorchAttend)
+    assert isinstance(attend_patches(compiled, [24]), CompiledAttend) and isinstance(
+        attend_patches(plain, [24]), TorchAttend
+    )
     expected = rows(plain)
     assert distance(rows(compiled), expected) < 1e-5
     assert distance(rows(compiled, joined=True), expected) > 1e-3, "patches that see another picture's"
@@ -102,7 +104,7 @@ def test_slices_of_a_large_picture_are_the_whole(
 
     def parts() -> list[Tensor | None]:
         with torch.inference_mode():
-            return list(made.by_parts(pixels, [grid], partial(_attend, made)))
+            return list(made.by_parts(pixels, [grid], partial(attend_patches, made)))
 
     *layers, expected = parts()
     assert len(layers) + 1 == made.vision.parts([grid.cells]) == len(made.layers)

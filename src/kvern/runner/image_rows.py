@@ -99,7 +99,7 @@ class ImageRows:
         grids = self._settings.grids(largest_image(self._settings))
         shape = sum(grid.cells for grid in grids), CHANNELS * self._settings.patch**2
         patches = torch.zeros(shape, dtype=torch.uint8, device=tower.build.device)
-        parts = tower.by_parts(self._normalized(patches), grids, partial(_attend, tower))
+        parts = tower.by_parts(self._normalized(patches), grids, partial(attend_patches, tower))
         for _ in range(2):  # keys and values of all patches, and a slice of what they make, if it has slices
             next(parts)
 
@@ -144,7 +144,7 @@ class ImageRows:
         device, patches = tower.build.device, torch.frombuffer(bytearray(start.pixels), dtype=torch.uint8)
         patches = patches if device.type == "cpu" else patches.pin_memory().to(device, non_blocking=True)
         patches = patches.view(sum(grid.cells for grid in grids), -1)
-        for rows in tower.by_parts(self._normalized(patches), grids, partial(_attend, tower)):
+        for rows in tower.by_parts(self._normalized(patches), grids, partial(attend_patches, tower)):
             yield None if rows is None else tower.in_order(rows, settings.order(file))
 
     def _normalized(self, patches: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]
     return numpy.concatenate(found)
 
 
-def _attend(tower: VisionTower, lengths: Sequence[int], sliced: bool = False) -> Attend:
+def attend_patches(tower: VisionTower, lengths: Sequence[int], sliced: bool = False) -> Attend:
     """An `Attend` of a tower for runs of patches."""
     return attend_once(tower.spec.attentions, tower.build, _line(lengths, tower.build.device), sliced=sliced)
 
