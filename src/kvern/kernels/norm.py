@@ -183,6 +183,6 @@ def add_any_norm(
     update = None if update is None else update.contiguous()
     _any_norm_kernel[(x.shape[0],)](
         x, update, weight, bias, out, epsilon, x.shape[1], kind == "layer", block, overlap,
-        num_warps=min(16, max(1, block // 512)), launch_pdl=overlap,
+        num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
     )  # fmt: skip
     return out

@@ -141,7 +141,7 @@ class ImageRows:
     def _parts(self, start: EncodingStart, tower: VisionTower) -> Iterator[Tensor | None]:
         file, settings = ImageFile(b"", *start.size), self._settings
         grids = settings.grids(file)
-        device, patches = tower.build.device, torch.frombuffer(bytearray(start.pixels), dtype=torch.uint8)
+        device, patches = tower.build.device, torch.frombuffer(writable(start.pixels), dtype=torch.uint8)
         patches = patches if device.type == "cpu" else patches.pin_memory().to(device, non_blocking=True)
         patches = patches.view(sum(grid.cells for grid in grids), -1)
         for rows in tower.by_parts(self._normalized(patches), grids, partial(attend_patches, tower)):
@@ -228,6 +228,12 @@ class ImageRows:
             own = tokens[which == image]
             found[own] = self._places[images.keys[image]][numbers[own] - images.firsts[image]]
         return found
+
+
+def writable(data: bytes | memoryview) -> memoryview:
+    """The same bytes, copied only if they may not be written to, as PyTorch wants it: another rank has sent them."""
+    found = memoryview(data)
+    return memoryview(bytearray(found)) if found.readonly else found
 
 
 def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]) -> Numbers:
