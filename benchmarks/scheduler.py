@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from kvern.cache.manager import KVCacheManager
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.engine.step_costs import StepCosts, StepTime
+from kvern.engine.step_budget import StepTime
+from kvern.engine.step_costs import StepCosts
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 

@@ -20,7 +20,8 @@ from kvern.engine.core import CoreTiming, EngineCore
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
-from kvern.engine.step_costs import StepCosts, load_of
+from kvern.engine.step_costs import StepCosts
+from kvern.engine.step_load import load_of
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
-from kvern.observe.metrics import servers_text
+from kvern.observe.exposition import servers_text
 from kvern.options.values import converted
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig

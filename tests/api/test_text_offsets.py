@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 
 from kvern.api.completions import AnswerOptions
-from kvern.api.text_logprobs import TextOffsets
+from kvern.api.logprobs import TextOffsets
 from kvern.text.tokenizer import Tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|user|>"]

@@ -6,9 +6,10 @@ import pytest
 
 from kvern.api import embeddings, scores, text_pairs
 from kvern.api.embeddings import embedding_answer, read_embedding
+from kvern.api.error_bodies import as_sent
 from kvern.api.errors import HttpError
 from kvern.api.fields import sampling_params, typed
-from kvern.api.other_names import as_sent, sent_names
+from kvern.api.other_names import sent_names
 from kvern.api.scores import read_score
 from kvern.api.text_pairs import read_pairs, read_rerank
 from kvern.batch.job import failure

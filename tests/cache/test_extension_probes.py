@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.extension import CacheExtension
+from kvern.cache.radix import CachedPrefix, CacheMemory, SequenceEnd
 from kvern.engine.factory import EXTENSIONS
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput

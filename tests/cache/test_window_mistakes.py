@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvern.cache.extension import CachedPrefix
+from kvern.cache.radix import CachedPrefix
 from kvern.cache.windows import WindowedBlocks
 from kvern.request.request import Request
 from tests.support.random_lives import consume, random_life, random_setup, with_window

@@ -22,7 +22,8 @@ from kvern.cli.serve import ServeCommand
 from kvern.config import EngineConfig
 from kvern.cpu.kernel_library import READY_MADE, find_compiler, library_path
 from kvern.cpu.processor import all_isas, usable_isas
-from kvern.observe.metrics import GPU_FIGURES, KeyFigures, Metrics, Refusals
+from kvern.observe.exposition import GPU_FIGURES
+from kvern.observe.metrics import KeyFigures, Metrics, Refusals
 from kvern.server.config import ServerConfig
 from kvern.server.run import CLOSING_SECONDS
 from tests.support.cache_folder import load_kernels

@@ -1,6 +1,7 @@
 """What is told of drafts when a run ends."""
 
-from kvern.observe.metrics import DraftFigures, Metrics, engines_text
+from kvern.observe.exposition import engines_text
+from kvern.observe.metrics import DraftFigures, Metrics
 from kvern.request.events import EngineStatistics
 
 

@@ -21,7 +21,7 @@ from kvern.drafting.room import Wanted, to_verify
 from kvern.engine.queues import WaitingQueue
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
-from kvern.engine.step_costs import StepBudget, StepTime
+from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.trial import Trial
 from kvern.request.request import Request, State
 from kvern.request.step import BlockCopy, SchedulerOutput

@@ -13,10 +13,13 @@ from kvern.bench.serving import arrival_times
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
 from kvern.engine.pace import Pace
-from kvern.engine.step_costs import FILLED, LEAST_TILES, OVERTIME, StepBudget, StepCosts, StepLoad, StepTime, load_of
+from kvern.engine.step_budget import FILLED, LEAST_TILES, OVERTIME, StepBudget, StepTime
+from kvern.engine.step_costs import StepCosts
+from kvern.engine.step_load import StepLoad, load_of
 from kvern.errors import ConfigError
 from kvern.llm import LLM
-from kvern.observe.metrics import Metrics, engines_text
+from kvern.observe.exposition import engines_text
+from kvern.observe.metrics import Metrics
 from kvern.request.events import EngineStatistics
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import SamplingParams

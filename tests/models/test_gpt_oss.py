@@ -14,7 +14,7 @@ from kvern.layers.ops import TORCH
 from kvern.models.loader import load_model
 from kvern.models.registry import spec_from_config
 from kvern.quantize.checkpoint import Checkpoint
-from kvern.spec.rope_scaling import Yarn
+from kvern.spec.rope_stretching import Yarn
 from tests.support.configs import GPT_OSS
 from tests.support.families import make_checkpoint
 from tests.support.model_outputs import error

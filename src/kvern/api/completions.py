@@ -12,9 +12,18 @@ import msgspec
 from kvern.api.chat_fields import CHAT_FIELDS
 from kvern.api.conversation import ChatBody, read_chat_body
 from kvern.api.errors import HttpError, wrong_value
-from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, sampling_params, typed
+from kvern.api.fields import (
+    COMMON_FIELDS,
+    WITHOUT_EFFECT,
+    CommonFields,
+    Refused,
+    check_refused,
+    read_common,
+    sampling_params,
+    typed,
+)
 from kvern.api.forms import STRUCTURED, structured_of
-from kvern.api.other_names import WINDOWS, Refused, check_refused, in_own_words
+from kvern.api.other_names import WINDOWS, in_own_words
 from kvern.engine.inputs import Prompt
 from kvern.errors import InvalidParameter, shown
 from kvern.request.other_names import RENAMED

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvern.api.completions import read_encoding, read_prompts
 from kvern.api.errors import HttpError, wrong_value
-from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, read_common, typed
-from kvern.api.other_names import Refused, check_extras
+from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, Refused, read_common, typed
+from kvern.api.unknown_fields import check_extras
 from kvern.engine.embedding import embedding_of
 from kvern.engine.inputs import Prompt
 from kvern.request.outputs import RequestOutput

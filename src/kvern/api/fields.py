@@ -213,3 +213,14 @@ def check_reported(entries: int) -> None:
             f"prompt_logprobs asks for {entries} log-probabilities: this server gives {MOST_PROMPT_LOGPROBS} at most "
             "to one request; send fewer prompts at once, ask for fewer, or use prompt_logprobs_from"
         )
+
+
+Refused = Mapping[str, tuple[tuple[object, ...], str]]
+"""Fields with the values that change nothing, and the advice of the refusal."""
+
+
+def check_refused(values: Mapping[str, Any], refused: Refused, place: str = "") -> None:
+    """Refuses fields unless their values change nothing. Raises HttpError."""
+    for name, (nothing, remedy) in refused.items():
+        if values.get(name) is not None and values[name] not in nothing:
+            raise HttpError(400, f"{place}{name} is {shown(values[name])}: {remedy}", param=name)

@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from kvern.errors import InvalidParameter, shown
+from kvern.plugins import imported
 from kvern.request.other_names import schema_of, structured_fields
-from kvern.structured.tags import StructuralTag, structural_tags
 
 GUIDED = {
     "guided_json": "json",
@@ -68,15 +66,8 @@ def response_format(value: object) -> dict[str, Any] | None:
     if kind == "text":
         return None
     if kind == "structural_tag":
-        try:
-            tags = msgspec.convert(value.get("structures"), list[StructuralTag])
-            triggers = msgspec.convert(value.get("triggers"), list[str])
-        except msgspec.ValidationError as error:
-            raise InvalidParameter(
-                "response_format of type structural_tag needs structures, each with begin, schema and end, and "
-                f"triggers: {error}"
-            ) from error
-        return msgspec.to_builtins(structural_tags(tags, triggers))  # type: ignore[no-any-return]
+        tagged: dict[str, Any] = imported("kvern.structured.tags:tagged_form")(value)
+        return tagged
     if kind == "json_object" and value.get("schema") is None:
         return {"json": True}
     held = value.get("json_schema", value)

@@ -14,9 +14,9 @@ from kvern.api.chat_fields import read_thinking
 from kvern.api.conversation import ChatBody, plain_messages
 from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, PARAMETERS, CommonFields, read_common, sampling_params, typed
+from kvern.api.logprobs import finite, tables_at_once
 from kvern.api.message_blocks import blocks
 from kvern.api.other_names import ignored, in_own_words
-from kvern.api.text_logprobs import finite, tables_at_once
 from kvern.errors import InvalidRequest, shown
 from kvern.io.json_lines import as_json
 from kvern.request.outputs import CompletionOutput, RequestOutput

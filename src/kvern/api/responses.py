@@ -12,24 +12,27 @@ import msgspec
 from kvern.api.chat_fields import THINKING_FIELDS, ThinkingFields, read_thinking
 from kvern.api.completion_answers import image_tokens
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
-from kvern.api.errors import HttpError, status_of, wrong_value
+from kvern.api.error_bodies import status_of
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import (
     COMMON_FIELDS,
     LONGEST_METADATA,
     MOST_METADATA,
     PARAMETERS,
     CommonFields,
+    Refused,
+    check_refused,
     read_common,
     read_metadata,
     sampling_params,
     typed,
 )
 from kvern.api.forms import response_format
-from kvern.api.other_names import Refused, check_refused, in_own_words
+from kvern.api.logprobs import finite, tables_at_once
+from kvern.api.other_names import in_own_words
 from kvern.api.response_items import added_tools, input_messages, kept_items
 from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
-from kvern.api.text_logprobs import finite, tables_at_once
 from kvern.errors import shown
 from kvern.io.json_lines import as_json
 from kvern.request.outputs import CompletionOutput, RequestOutput

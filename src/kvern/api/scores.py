@@ -12,9 +12,9 @@ from typing import Any
 
 from kvern.api.completion_answers import usage
 from kvern.api.errors import HttpError
-from kvern.api.fields import COMMON_FIELDS, MOST_SEQUENCES, WITHOUT_EFFECT, CommonFields, read_common, typed
-from kvern.api.other_names import Refused, check_extras
-from kvern.api.text_logprobs import finite
+from kvern.api.fields import COMMON_FIELDS, MOST_SEQUENCES, WITHOUT_EFFECT, CommonFields, Refused, read_common, typed
+from kvern.api.logprobs import finite
+from kvern.api.unknown_fields import check_extras
 from kvern.engine.scoring import Pair, Score, ScoredPrompt, score_of
 from kvern.errors import shown
 from kvern.request.outputs import RequestOutput

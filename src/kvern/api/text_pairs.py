@@ -15,8 +15,8 @@ from typing import Any
 
 from kvern.api.completions import read_most_tokens
 from kvern.api.errors import HttpError, wrong_value
-from kvern.api.fields import COMMON_FIELDS, MOST_SEQUENCES, WITHOUT_EFFECT, CommonFields, read_common, typed
-from kvern.api.other_names import Refused, check_extras
+from kvern.api.fields import COMMON_FIELDS, MOST_SEQUENCES, WITHOUT_EFFECT, CommonFields, Refused, read_common, typed
+from kvern.api.unknown_fields import check_extras
 from kvern.engine.relevance import sigmoid
 from kvern.engine.scoring import Score
 from kvern.errors import shown

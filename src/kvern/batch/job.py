@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvern.api.other_names import as_sent, sent_names
+from kvern.api.error_bodies import as_sent
+from kvern.api.other_names import sent_names
 from kvern.batch.journal import FinishedRow, Journal, Totals
 from kvern.batch.readers import Reader, Row, checked_ending, content_digest, import_pyarrow, open_reader
 from kvern.batch.requests import BatchRequest, RowRules, is_openai_row, merged, read_openai_row

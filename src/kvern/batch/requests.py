@@ -21,8 +21,8 @@ from kvern.api.batch_rows import answer_row, read_row
 from kvern.api.completion_answers import choice_of, details, of_prompt, token_counts
 from kvern.api.completions import CHAT, COMPLETIONS, AnswerOptions, check_fields, read_completion
 from kvern.api.conversation import ChatBody
-from kvern.api.fields import sampling_params
-from kvern.api.other_names import REFUSED_SAMPLING, check_refused, with_own_names
+from kvern.api.fields import check_refused, sampling_params
+from kvern.api.unknown_fields import REFUSED_SAMPLING, with_own_names
 from kvern.errors import BatchFileError, InvalidParameter, InvalidRequest, shown
 from kvern.request.other_names import RENAMED
 from kvern.request.outputs import RequestOutput

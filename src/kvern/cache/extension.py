@@ -22,53 +22,13 @@ An extension keeps its own data of each request and of each node. It holds no te
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.radix import Node, RadixCache
+from kvern.cache.radix import CachedPrefix, Node, SequenceEnd
+from kvern.request.events import EngineStatistics
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput
-
-
-class CacheMemory(NamedTuple):
-    """The parts of a KV cache that its extensions work with.
-
-    `pool` has the blocks of the prefix tree. `memory` has those that take memory: the same pool, except in a model
-    whose layers all have a window.
-    """
-
-    pool: BlockPool
-    memory: BlockPool
-    tree: RadixCache
-    block_size: int
-
-
-class CachedPrefix(NamedTuple):
-    """The cached prefix of a request: the nodes of whole blocks, then `shared` tokens at the head of `partial`.
-
-    `known`: how many whole blocks of the request the prefix tree has, whether or not a request can continue there; -1:
-    the request shares no blocks with others.
-    """
-
-    path: list[Node]
-    partial: Node | None
-    shared: int
-    known: int
-
-    @property
-    def last(self) -> Node | None:
-        """The node in which the prefix ends; None: the prefix is empty."""
-        if self.partial is not None:
-            return self.partial
-        return self.path[-1] if self.path else None
-
-
-class SequenceEnd(NamedTuple):
-    """The end of a request: its `known` computed tokens, the last step, and the node of the last token, if any."""
-
-    node: Node | None
-    known: int
-    step: int
 
 
 class CacheExtension:
@@ -193,6 +153,9 @@ class CacheExtension:
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """The steps from `step` on have failed. No request runs; those of `waiting` need not wait for a report."""
+
+    def count(self, statistics: EngineStatistics) -> None:
+        """Write its counters."""
 
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         """Raise AssertionError if the extension's data are inconsistent; returns its references to blocks.

@@ -25,11 +25,13 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.extension import CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.extension import CacheExtension
 from kvern.cache.messages import EncodingStart, ImageMessage
+from kvern.cache.radix import CacheMemory, SequenceEnd
 from kvern.errors import UnreadableContent
 from kvern.images.spans import ImageSpan
 from kvern.images.views import Grid
+from kvern.request.events import EngineStatistics
 from kvern.request.request import PromptInput, Request, State
 from kvern.request.spans import cut
 from kvern.request.step import ExtensionMessage, SchedulerOutput
@@ -358,6 +360,10 @@ class ImagePool(CacheExtension):
             return None
         self._message = ImageMessage([], [], [], [])
         return message
+
+    def count(self, statistics: EngineStatistics) -> None:
+        statistics.decoded_images, statistics.encoded_images = self.decoded, self.encoded
+        statistics.image_rows_hit = self.hit_rows
 
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         self._pool.check_integrity()

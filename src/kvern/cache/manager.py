@@ -15,15 +15,18 @@ The contiguous cache is the same code with blocks as long as the longest sequenc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
 from kvern.cache.keys import contents_of
-from kvern.cache.radix import Node, RadixCache
+from kvern.cache.radix import CachedPrefix, CacheMemory, Node, RadixCache, SequenceEnd
 from kvern.request.request import Request
 from kvern.request.spans import cut
 from kvern.request.step import BlockCopy, SchedulerOutput
+
+if TYPE_CHECKING:
+    from kvern.cache.extension import CacheExtension
+    from kvern.request.events import EngineStatistics
 
 
 class Allocation:
@@ -32,7 +35,7 @@ class Allocation:
     Numbers and lists of blocks are given for each member: the first block table, then each extension.
     """
 
-    def __init__(self, memory: CacheMemory, extensions: Sequence[CacheExtension]) -> None:
+    def __init__(self, memory: CacheMemory, extensions: "Sequence[CacheExtension]") -> None:
         self._pool = memory.pool
         self._memory = memory.memory
         self._tree = memory.tree
@@ -130,8 +133,8 @@ def _keep_in_place(blocks: list[int], sources: Sequence[tuple[int, Sequence[int]
                 blocks[target], blocks[found] = source, blocks[target]
 
 
-MakeExtension = Callable[[CacheMemory], CacheExtension]
-Extension = TypeVar("Extension", bound=CacheExtension)
+MakeExtension = Callable[[CacheMemory], "CacheExtension"]
+Extension = TypeVar("Extension", bound="CacheExtension")
 
 
 @dataclass
@@ -409,6 +412,14 @@ class KVCacheManager:
             if extension.name in reports:
                 found += extension.report(reports[extension.name])
         return found
+
+    def count(self, statistics: "EngineStatistics") -> None:
+        """Write the cache's counters, and those of its extensions."""
+        statistics.cached_tokens = self.statistics.hit_tokens
+        statistics.queried_tokens = self.statistics.queried_tokens
+        statistics.kv_cache_usage = self.usage
+        for extension in self.extensions:
+            extension.count(statistics)
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """The steps from `step` on failed, and no request holds blocks; those of `waiting` wait for no report."""

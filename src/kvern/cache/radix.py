@@ -17,6 +17,7 @@ order of their release, children before parents: its first entry is always a lea
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.keys import block_key, root_key
@@ -259,3 +260,44 @@ def _longest_shared(node: Node, tokens: Tokens) -> tuple[Node | None, int]:
         if shared > length:
             best, length = node.children[edge], shared
     return best, length
+
+
+class CacheMemory(NamedTuple):
+    """The parts of a KV cache that its extensions work with.
+
+    `pool` has the blocks of the prefix tree. `memory` has those that take memory: the same pool, except in a model
+    whose layers all have a window.
+    """
+
+    pool: BlockPool
+    memory: BlockPool
+    tree: RadixCache
+    block_size: int
+
+
+class CachedPrefix(NamedTuple):
+    """The cached prefix of a request: the nodes of whole blocks, then `shared` tokens at the head of `partial`.
+
+    `known`: how many whole blocks of the request the prefix tree has, whether or not a request can continue there; -1:
+    the request shares no blocks with others.
+    """
+
+    path: list[Node]
+    partial: Node | None
+    shared: int
+    known: int
+
+    @property
+    def last(self) -> Node | None:
+        """The node in which the prefix ends; None: the prefix is empty."""
+        if self.partial is not None:
+            return self.partial
+        return self.path[-1] if self.path else None
+
+
+class SequenceEnd(NamedTuple):
+    """The end of a request: its `known` computed tokens, the last step, and the node of the last token, if any."""
+
+    node: Node | None
+    known: int
+    step: int

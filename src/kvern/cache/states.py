@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.extension import CacheExtension
 from kvern.cache.messages import NO_STATE, StateMessage
-from kvern.cache.radix import Node
+from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 

@@ -20,10 +20,10 @@ from weakref import WeakSet
 
 import msgspec
 
-from kvern.cache.extension import CacheExtension, CacheMemory
+from kvern.cache.extension import CacheExtension
 from kvern.cache.keys import block_keys
 from kvern.cache.messages import PageLoad, PageSave, TierIndex, TierMessage
-from kvern.cache.radix import Node
+from kvern.cache.radix import CacheMemory, Node
 from kvern.request.request import Request, State
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 

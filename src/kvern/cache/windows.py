@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from kvern.cache.extension import CachedPrefix, CacheExtension, CacheMemory, SequenceEnd
+from kvern.cache.extension import CacheExtension
 from kvern.cache.messages import WindowLimits, WindowMessage
-from kvern.cache.radix import Node
+from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, GrownTable, SchedulerOutput
 

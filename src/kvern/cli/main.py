@@ -7,93 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import json
 import os
 import re
-import shutil
 import sys
-import textwrap
 import typing
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from kvern.cli.options import ADAPTER, Defaults, SamplingOptions, read_defaults
-from kvern.config import EngineConfig
-from kvern.documentation import field_documents
+from kvern.cli.fields import options_of, positional, rules_of
+from kvern.cli.options import ADAPTER, Defaults, read_defaults
 from kvern.errors import INTERRUPTED, ConfigError, KvernError
 from kvern.options.texts import MANY, Options, as_arguments, flag, json_object
 from kvern.options.values import adapters_of, converted
 from kvern.plugins import imported
-from kvern.server.config import ServerConfig
 from kvern.version import __version__
 
 if TYPE_CHECKING:
     from kvern.options.rules import Rule
-
-GROUPS: dict[type, dict[str, str]] = {
-    EngineConfig: {
-        "model": "The model",
-        "kv_cache": "The KV cache",
-        "batching": "Scheduling",
-        "attention_backend": "Kernels of a GPU",
-        "proposer": "Plugins",
-        "overlap": "Steps and caches",
-        "tool_parser": "Tools and thinking",
-        "adapters": "Adapters",
-        "seed": "The engine",
-    },
-    ServerConfig: {
-        "host": "Where the server listens",
-        "api_key": "Who may ask",
-        "max_queue": "How much they may ask",
-        "stream_interval": "Answers",
-        "grace_seconds": "The server",
-    },
-    SamplingOptions: {"max_tokens": "Sampling"},
-}
-"""Headings of the help, each before the option that is named first."""
-INDENT = 32
-WIDEST = 120
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option of a command, as help shows it."""
-
-    group: str
-    name: str
-    kind: Any
-    default: Any
-    text: str
-
-    def lines(self, width: int) -> str:
-        """Returns the flag with its kind of value, and in a second column its text with the default."""
-        shown = "" if self.default in (None, (), "", dataclasses.MISSING) else f" [{as_typed(self.default)}]"
-        return in_columns(written(self.name, self.kind), self.text + shown, width)
-
-
-def in_columns(head: str, text: str, width: int, column: int = INDENT) -> str:
-    """Returns a name, broken after the bars between its choices, and a text that begins at `column`, or before it on a
-    narrow terminal."""
-    column = min(column, width // 2)
-    bars = textwrap.wrap(head.replace("|", "| "), width, initial_indent="  ", subsequent_indent=" " * 6)
-    names = [line.replace("| ", "|") for line in bars]
-    words = textwrap.wrap(" ".join(text.split()), max(width - column, 1), break_on_hyphens=False)
-    lines = [f"{'':{column}}{line}" for line in words]
-    if len(names) == 1 and len(names[0]) < column and lines:
-        return "\n".join([names[0] + lines[0][len(names[0]) :], *lines[1:]])
-    return "\n".join([*names, *lines])
-
-
-def paragraphs(text: str, width: int) -> str:
-    """Returns a text with the lines of each paragraph broken anew."""
-    return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
 
 
 def asked_help(arguments: Sequence[str]) -> str | None:
@@ -101,104 +35,6 @@ def asked_help(arguments: Sequence[str]) -> str | None:
     rest = [part for argument in arguments for part in argument.split("=", 1)]
     asked = next((part for part in rest if part in ("--help", "-h")), None)
     return None if asked is None else "".join(rest[rest.index(asked) + 1 :][:1])
-
-
-def print_help(command: str, kind: type, word: str) -> int:
-    """Print a command's options: all, or those whose name or text has the word. Raises ConfigError if none has."""
-    width = min(WIDEST, shutil.get_terminal_size().columns)
-    options = list(options_of(kind))
-    if not word:
-        sys.stdout.write("\n".join(usage(command, kind, options, width)) + "\n")
-        return 0
-    wanted = word.lower().strip("-").replace("-", "_")
-    rules = {name: rule for name, rule in rules_of(options).items() if wanted in name}
-    own = {getattr(rule, "option", None) for rule in rules.values()}
-    about = [
-        item
-        for item in options
-        if wanted in item.name or item.name in own or wanted.replace("_", " ") in item.text.lower()
-    ]
-    notes = (f"  {flag(name)}, of vLLM, {rule.help()}" for name, rule in rules.items())
-    found = [textwrap.fill(note, width, subsequent_indent=" " * 6, break_on_hyphens=False) for note in notes]
-    found += [item.lines(width) for item in about]
-    if not found:
-        raise ConfigError(f"no option of kvern {command} is about {word!r}: kvern {command} --help lists all")
-    sys.stdout.write("\n".join(found) + "\n")
-    return 0
-
-
-def usage(command: str, kind: type, options: Sequence[Option], width: int) -> Iterator[str]:
-    """Yields the help of a whole command."""
-    words = [f"[{name}]" if optional else name for name, _, optional in positional(kind)]
-    yield textwrap.fill(" ".join(["usage: kvern", command, *words, "[options]"]), width)
-    yield "\n" + paragraphs(inspect.cleandoc(kind.__doc__ or ""), width) + "\n"
-    for name, text, _ in positional(kind):
-        yield in_columns(name, text, width)
-    group = None
-    for item in options:
-        if item.group != group:
-            group = item.group
-            yield f"\n{group}:"
-        yield item.lines(width)
-    names = ", vLLM's names among them." if rules_of(options) else "."
-    yield "\n" + textwrap.fill(f"kvern {command} --help WORD shows the options about a word{names}", width)
-
-
-def options_of(kind: type, group: str = "Options") -> Iterator[Option]:
-    """Yields the options of a command: its fields, and the fields of those that hold options."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    documents = field_documents(kind)
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        group = GROUPS.get(kind, {}).get(field.name, group)
-        if dataclasses.is_dataclass(hint):
-            yield from options_of(typing.cast("type", hint), group)
-        elif typing.get_origin(hint) is not Annotated:  # positional arguments
-            yield Option(group, field.name, hint, field.default, documents[field.name])
-
-
-def rules_of(options: Sequence[Option]) -> Mapping[str, Rule]:
-    """Returns the rules for vLLM's flags that a command with these options takes."""
-    from kvern.options.vllm import VLLM, VLLM_BENCH
-
-    names = {option.name for option in options}
-    return VLLM if "max_batch_requests" in names else VLLM_BENCH if "burstiness" in names else {}
-
-
-def positional(kind: type) -> Iterator[tuple[str, str, bool]]:
-    """Yields the positional arguments of a command: name, help, and whether it is optional."""
-    documents = field_documents(kind)
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        hidden = typing.get_origin(hint) is Annotated and "Suppress" in map(repr, hint.__metadata__)  # tyro's mark
-        if typing.get_origin(hint) is Annotated and not hidden:
-            names = [found for item in hint.__metadata__ if (found := getattr(item, "metavar", None))]
-            yield names[0] if names else name.upper(), documents[name], type(None) in typing.get_args(hint.__origin__)
-
-
-def written(name: str, kind: Any) -> str:
-    """Returns an option with the kind of its value, as on a command line."""
-    if kind is bool:
-        return f"--[no-]{flag(name)[2:]}"
-    if kind == Mapping[str, str]:
-        return f"{ADAPTER} NAME=FOLDER"
-    return f"{flag(name)} {_value(kind)}"
-
-
-def _value(kind: Any) -> str:
-    if type(None) in typing.get_args(kind):
-        kind = next(item for item in typing.get_args(kind) if item is not type(None))
-    if typing.get_origin(kind) is Literal:
-        return "|".join(map(str, typing.get_args(kind)))
-    if typing.get_origin(kind) is tuple:
-        return "TEXT ..."
-    return {int: "N", float: "X", Path: "PATH"}.get(kind, "JSON" if kind == Mapping[str, Any] else "TEXT")
-
-
-def as_typed(value: Any) -> str:
-    """Returns a default as a user would type it."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 TEXTS = tuple[str, ...]
@@ -364,16 +200,6 @@ OTHER_WORDS = {
     "start": "serve",
 }
 """Words of other programs, with the commands that come nearest to them."""
-OVERVIEW = """\
-usage: kvern COMMAND [options]
-
-Runs and serves large language models. A small one ships inside."""
-EXAMPLES = {
-    "kvern chat": "talk to the model inside",
-    "kvern chat ./model-Q4_K_M.gguf": "or to a GGUF file, a folder, or a model of the Hugging Face hub",
-    "kvern serve Qwen/Qwen3-0.6B": "APIs and a chat page, on http://127.0.0.1:8000",
-}
-EXAMPLE_WIDTH = 36
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -387,10 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = words_of(arguments)
         if words and (asked := asked_help(arguments[len(words) :])) is not None:
-            return print_help(" ".join(words), kind_of(words), asked)
+            return int(imported("kvern.cli.help:print_help")(" ".join(words), kind_of(words), asked))
         if not words:
             check_word(arguments)
-            sys.stdout.write(overview(min(WIDEST, shutil.get_terminal_size().columns), *arguments[:1]))
+            imported("kvern.cli.help:print_overview")({words: kind_of(words) for words in COMMANDS}, *arguments[:1])
             return 0
         command, notes = read_command(arguments, os.environ)
         for note in notes:
@@ -424,20 +250,6 @@ def check_word(arguments: Sequence[str]) -> None:
     near = difflib.get_close_matches(word[0], known, n=1) or [OTHER_WORDS[name] for name in word if name in OTHER_WORDS]
     hint = f"did you mean {what} {near[0]}?" if near else f"there are {', '.join(known)}"
     raise ConfigError(f"{what} {word[0]} is no command: {hint}")
-
-
-def overview(width: int, group: str = "") -> str:
-    """Returns the help of kvern, or of a group of commands: the first sentence of each command."""
-    commands = {words: kind_of(words) for words in COMMANDS if group in ("", "-h", "--help", words[0])}
-    column = max(len(" ".join(words)) for words in commands) + 4
-    lines = [f"usage: kvern {group} COMMAND [options]\n"]
-    if group not in {words[0] for words in commands}:
-        examples = (in_columns(command, what, width, EXAMPLE_WIDTH) for command, what in EXAMPLES.items())
-        lines = [paragraphs(OVERVIEW, width), "", *examples, ""]
-    for words, kind in commands.items():
-        sentence = re.split(r"[.:]\s", inspect.cleandoc(kind.__doc__ or "") + "\n")[0]
-        lines.append(in_columns(" ".join(words), sentence, width, column))
-    return "\n".join([*lines, "\n" + paragraphs("kvern COMMAND --help shows the options of a command.", width) + "\n"])
 
 
 def check_words(arguments: Sequence[str], command: str, kind: type) -> None:

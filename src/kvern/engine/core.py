@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvern.cache.images import ImagePool
 from kvern.drafting.drafting import Drafting
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
@@ -327,16 +326,10 @@ class EngineCore(EngineLoop):
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
-        cache = self.scheduler.cache.statistics
-        self._counted.cached_tokens = cache.hit_tokens
-        self._counted.queried_tokens = cache.queried_tokens
+        self.scheduler.cache.count(self._counted)
         self._counted.preemptions = self.scheduler.preemption_count
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._counted.waiting += len(self._held)
-        self._counted.kv_cache_usage = self.scheduler.cache.usage
-        if (images := self.scheduler.cache.extension(ImagePool)) is not None:
-            self._counted.decoded_images, self._counted.encoded_images = images.decoded, images.encoded
-            self._counted.image_rows_hit = images.hit_rows
         if self.drafting is not None:
             self._counted.drafts_by_position = tuple(self.drafting.positions.drafts)
             self._counted.accepted_by_position = tuple(self.drafting.positions.accepted)

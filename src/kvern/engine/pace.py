@@ -6,10 +6,15 @@ head of the queue --> Pace.time --> Scheduler.schedule --> began --> ended: the 
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from kvern.engine.step_costs import StepCosts, StepLoad, StepTime, load_of
+from kvern.engine.step_budget import StepTime
+from kvern.engine.step_load import StepLoad, load_of
 from kvern.request.request import Request
 from kvern.request.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from kvern.engine.step_costs import StepCosts
 
 SHARE_OF_WAIT = 0.1
 """The share of the first request's waiting time that a step may take."""
@@ -39,7 +44,7 @@ class Pace:
 
     def __init__(
         self,
-        costs: StepCosts | None = None,
+        costs: "StepCosts | None" = None,
         target: float = 0.0,
         yields: bool = False,
         clock: Callable[[], float] = time.monotonic,

@@ -28,7 +28,8 @@ from kvern.drafting.room import Wanted, to_guess, to_verify
 from kvern.engine.queues import Cause, Policy, RunningRequests, WaitingQueue, future_siblings
 from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
-from kvern.engine.step_costs import StepBudget, StepTime, load_of
+from kvern.engine.step_budget import StepBudget, StepTime
+from kvern.engine.step_load import load_of
 from kvern.request.request import FinishReason, Request, State
 from kvern.request.spans import cut, least, within
 from kvern.request.step import BlockCopy, Fork, NewRequest, ScheduledTokens, SchedulerOutput

@@ -1,16 +1,12 @@
-"""Readers of the settings that most `config.json` files share; a family passes only its own.
+"""Readers of the settings that most `config.json` files share; a family passes only its own."""
 
-`text_part` and `text_config` read the language model of a checkpoint that sees images, too.
-"""
-
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvern.errors import UnsupportedModel
-from kvern.models.defaults import completed
 from kvern.models.registry import Config
+from kvern.plugins import imported
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import (
     Activation,
@@ -22,11 +18,10 @@ from kvern.spec.model import (
     ModelSpec,
     MoeSpec,
     NormSpec,
-    Rename,
     RopeSpec,
     ScaleSpec,
 )
-from kvern.spec.rope_scaling import Dynamic, LinearScaling, Llama3, LongRope, Proportional, RopeScaling, Yarn
+from kvern.spec.rope_scaling import LinearScaling
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -83,12 +78,12 @@ def read_rope(config: Config, layer_type: str | None = None, *, interleaved: boo
         given = given[layer_type] or {}
     rope = {key: value for key, value in given.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _SCALINGS:
-        raise UnsupportedModel(f"rope scaling {kind!r:.60} is unknown; known: {', '.join(_SCALINGS)}")
     theta = float(_first_given(rope, config, ("rotary_emb_base", "rope_theta"), 10000.0))
     partial = float(_first_given(rope, config, ("rotary_pct", "partial_rotary_factor"), 1.0))
     dim = read_head_dim(config) if kind == "proportional" else int(read_head_dim(config) * partial)
-    return RopeSpec(theta, dim, _SCALINGS[kind](rope, config), interleaved, axes=_axes(rope, dim // 2))
+    plain = kind in ("default", "mrope")
+    scaling = LinearScaling() if plain else imported("kvern.models.rope_scalings:read_scaling")(kind, rope, config)
+    return RopeSpec(theta, dim, scaling, interleaved, axes=_axes(rope, dim // 2))
 
 
 def _axes(rope: Mapping[str, Any], planes: int) -> tuple[int, ...]:
@@ -104,59 +99,6 @@ def _axes(rope: Mapping[str, Any], planes: int) -> tuple[int, ...]:
 def _first_given(rope: Mapping[str, Any], config: Config, names: Sequence[str], default: Any) -> Any:
     values = (source.get(name) for source in (rope, config) for name in names)
     return next((value for value in values if value is not None), default)
-
-
-def _trained_len(rope: Mapping[str, Any], config: Config) -> int:
-    """The context before stretching; a value outside the rope parameters (Phi-3) takes precedence."""
-    own = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
-    return int(config.get("original_max_position_embeddings") or own)
-
-
-def _stretch(rope: Mapping[str, Any], config: Config) -> float:
-    return float(rope.get("factor") or config["max_position_embeddings"] / _trained_len(rope, config))
-
-
-def _yarn(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    factor = _stretch(rope, config)
-
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    attention_factor = rope.get("attention_factor")
-    if attention_factor is None:
-        both = rope.get("mscale") and rope.get("mscale_all_dim")
-        attention_factor = magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"]) if both else magnitude(1.0)
-    return Yarn(
-        factor=factor,
-        trained_len=_trained_len(rope, config),
-        attention_factor=attention_factor,
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
-        truncate=rope.get("truncate", True),
-    )
-
-
-def _longrope(rope: Mapping[str, Any], config: Config) -> RopeScaling:
-    trained_len, factor = _trained_len(rope, config), _stretch(rope, config)
-    attention_factor = rope.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained_len))
-    return LongRope(tuple(rope["short_factor"]), tuple(rope["long_factor"]), trained_len, attention_factor)
-
-
-_SCALINGS: dict[str, Callable[[Mapping[str, Any], Config], RopeScaling]] = {
-    "default": lambda rope, config: LinearScaling(),
-    "mrope": lambda rope, config: LinearScaling(),
-    "linear": lambda rope, config: LinearScaling(rope["factor"]),
-    "proportional": lambda rope, _: Proportional(rope.get("partial_rotary_factor", 1.0), rope.get("factor", 1.0)),
-    "dynamic": lambda rope, config: Dynamic(rope["factor"], config["max_position_embeddings"]),
-    "yarn": _yarn,
-    "llama3": lambda rope, config: Llama3(
-        rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], _trained_len(rope, config)
-    ),
-    "longrope": _longrope,
-    "su": _longrope,
-}
 
 
 def read_mlp(config: Config, **fields: Any) -> MlpSpec:
@@ -320,39 +262,3 @@ def with_groups(fields: Mapping[str, Any], base: ModelSpec | None = None) -> dic
         known = made.get(group, _GROUPS[group] if base is None else getattr(base, group))
         made[group] = replace(known, **{own: fields[name]})
     return made
-
-
-_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
-_RENAMES = (
-    Rename(r"^(model\.)?language_model\.(model\.)?(?=(embed_tokens|layers|norm)\.)", "model."),
-    Rename(r"^language_model\.(?=lm_head\.)", ""),
-)
-_ANYWHERE = r"^(model\.)?(language_model\.)?(model\.)?"
-_TIED_HEAD = r"^language_model\.lm_head\.weight$"
-
-
-def text_config(config: Config, text_type: str) -> dict[str, Any]:
-    """The settings of the language model: those of the whole model, then those in `text_config`.
-
-    `text_type` is the model type of a `text_config` that names none; its defaults complete both. Files without
-    `text_config` have all settings in one place.
-    """
-    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
-    text: Mapping[str, Any] = config.get("text_config") or {**config, "model_type": text_type}
-    return {"model_type": text_type} | completed(text, text.get("model_type"), text_type) | whole
-
-
-def text_part(config: Config, spec: ModelSpec, *towers: str) -> ModelSpec:
-    """The model that `spec` describes, within the checkpoint of `config`.
-
-    Tensors of `towers`, top-level modules such as "vision_tower", are passed over. All others are the language model's,
-    below `model.language_model.`, `language_model.model.`, or plainly `model.`.
-    """
-    passed_over = rf"^(model\.)?({'|'.join(towers)})\."
-    ignored = (pattern.replace(r"^model\.", _ANYWHERE) for pattern in spec.ignored)
-    return replace(
-        spec,
-        model_type=config.get("model_type", spec.model_type),
-        renames=(*_RENAMES, *spec.renames),
-        ignored=(passed_over, *((_TIED_HEAD,) if spec.tie_word_embeddings else ()), *ignored),
-    )

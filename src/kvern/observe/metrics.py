@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Self, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvern.plugins import imported
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
 
@@ -145,11 +145,6 @@ COUNTED = {
     "prefill_tokens": ("prefill_tokens", "Tokens computed in runs of more than one."),
 }
 """Counters by the fields of `EngineStatistics` that they follow: name and help."""
-GPU_FIGURES = {
-    "gpu_memory_used_bytes": "GPU memory in use, by all processes.",
-    "gpu_memory_total_bytes": "GPU memory in all.",
-    "gpu_utilization": "Share of the last moments in which the GPU computed, 0 to 1.",
-}
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ class Metrics:
     def watch_gpu(self, uuid: str) -> None:
         """Adds memory and utilization of this GPU, if the driver reports them."""
         try:
-            self.registry.register(GpuCollector(uuid, self._labels))
+            self.registry.register(imported("kvern.observe.exposition:GpuCollector")(uuid, self._labels))
         except Exception as error:  # the driver's library may raise anything, and metrics are no reason not to serve
             logger.warning("no GPU memory and utilisation in the metrics: %s", error)
 
@@ -332,60 +327,3 @@ class KeyFigures:
 
     def _by_key(self, name: str, text: str, *by: str) -> Counter:
         return Counter(f"kvern:{name}", text, ["model_name", "key", *by], registry=self.registry)
-
-
-class MergedFamilies(Collector):
-    """The metrics of several sources: each family once, with the samples of all. Each source adds its labels."""
-
-    def __init__(self, sources: Iterable[tuple[Mapping[str, str], Iterable[Metric]]]) -> None:
-        self._sources = list(sources)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields all families."""
-        merged: dict[str, Metric] = {}
-        for labels, families in self._sources:
-            for family in families:
-                samples = [sample._replace(labels={**sample.labels, **labels}) for sample in family.samples]
-                known = merged.setdefault(family.name, family)
-                known.samples = samples if known is family else [*known.samples, *samples]
-        yield from merged.values()
-
-    def text(self) -> bytes:
-        """Returns the families in Prometheus's text format."""
-        registry = CollectorRegistry()
-        registry.register(self)
-        return generate_latest(registry)
-
-
-def engines_text(metrics: Iterable[Metrics | Refusals | KeyFigures]) -> bytes:
-    """Returns the metrics of several engines in Prometheus's text format."""
-    named = ((({} if one.engine_name is None else {"engine": one.engine_name}), one.registry) for one in metrics)
-    return MergedFamilies((labels, list(registry.collect())) for labels, registry in named).text()
-
-
-def servers_text(texts: Iterable[tuple[str, bytes]]) -> bytes:
-    """Merges the metrics of several servers in Prometheus's text format; each has its name as the label `replica`."""
-    return MergedFamilies(
-        ({"replica": replica}, list(text_string_to_metric_families(text.decode()))) for replica, text in texts
-    ).text()
-
-
-class GpuCollector(Collector):
-    """Metrics of a GPU, which are read from the driver at each collection."""
-
-    def __init__(self, uuid: str, labels: Mapping[str, str]) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._driver = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._labels = labels
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields memory in bytes, and the share of the last moments in which a kernel ran."""
-        memory = self._driver.nvmlDeviceGetMemoryInfo(self._handle)
-        busy = self._driver.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
-        for (name, text), value in zip(GPU_FIGURES.items(), (memory.used, memory.total, busy), strict=True):
-            family = GaugeMetricFamily(f"kvern:{name}", text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), value)
-            yield family

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvern.errors import InvalidParameter, RequestFailed, shown
-from kvern.request.other_names import missing
+from kvern.plugins import imported
 from kvern.request.pieces import Message
 from kvern.request.request import FinishReason
 from kvern.request.step import TokenLogprobs
@@ -36,7 +36,7 @@ class CompletionOutput:
     if not TYPE_CHECKING:  # a checker knows the names that there are
 
         def __getattr__(self, name: str) -> Any:
-            raise missing(type(self).__name__, name)
+            raise imported("kvern.request.python_names:missing")(type(self).__name__, name)
 
 
 @dataclass
@@ -88,7 +88,7 @@ class RequestOutput:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise missing(type(self).__name__, name)
+            raise imported("kvern.request.python_names:missing")(type(self).__name__, name)
 
 
 def check_on_error(on_error: str) -> None:

@@ -6,8 +6,10 @@ from typing import Any, Literal, NoReturn, Self
 import msgspec
 
 from kvern.errors import InvalidParameter, half_pair, shown
-from kvern.request.other_names import fields_of, own_parameters, structured_fields
+from kvern.plugins import imported
+from kvern.request.other_names import fields_of, structured_fields
 
+OWN_PARAMETERS = "kvern.request.python_names:own_parameters"
 KINDS = ("json", "regex", "choice", "grammar")
 MOST_CHOICES = 10_000
 
@@ -96,7 +98,7 @@ class _OtherNames(msgspec.StructMeta):
             known = cls.__struct_fields__
             if all(name in known for name in values):
                 raise
-        return super().__call__(*args, **own_parameters(values, known))
+        return super().__call__(*args, **imported(OWN_PARAMETERS)(values, known))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_OtherNames):
@@ -435,6 +437,6 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
 def params_of(values: Mapping[str, Any]) -> SamplingParams:
     """Returns the parameters that a mapping names. Raises InvalidParameter for a wrong name or value."""
     try:
-        return msgspec.convert(own_parameters(values, SamplingParams.__struct_fields__), SamplingParams)
+        return msgspec.convert(imported(OWN_PARAMETERS)(values, SamplingParams.__struct_fields__), SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidParameter(f"{error}") from error

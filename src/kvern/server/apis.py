@@ -91,7 +91,9 @@ class Apis:
 
     def __init__(self, service: Service, width: int) -> None:
         self.service, self.width = service, width
-        service.media.store = lambda: self.store
+        service.stored_files = lambda: self.store
+        if service.config.allowed_media_domains:
+            import_module("kvern.images.addresses")  # with the first address it would hold up the event loop
         self.tasks: set[asyncio.Task[None]] = set()
         """Background tasks that the server's shutdown waits for."""
         self._made: dict[type[Any], Any] = {}

@@ -1,21 +1,20 @@
 """The HTTP application: its routes, and its errors with advice."""
 
 import asyncio
-import difflib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvern.api.errors import HttpError
-from kvern.errors import KvernError, shown
-from kvern.observe.metrics import engines_text
+from kvern.errors import KvernError
+from kvern.plugins import imported
 from kvern.server.apis import Apis
 from kvern.server.config import ServerConfig
 from kvern.server.gate import PROBES, Gate
@@ -25,6 +24,9 @@ from kvern.server.page_files import INDEX, page_files
 from kvern.server.service import Service
 from kvern.serving.client import EngineClient
 from kvern.version import __version__
+
+if TYPE_CHECKING:
+    from kvern.server.signposts import Signposts
 
 GREETING = "kvern is running: OpenAI's API is at /v1, Anthropic's at /v1/messages, ollama's at /api; /docs lists all\n"
 
@@ -41,53 +43,6 @@ def page_routes() -> list[Route]:
         return PlainTextResponse(GREETING, headers={"Vary": "Accept"})
 
     return [Route("/", greet), *(Route(f"/{name}", file.answer) for name, file in files.items())]
-
-
-EXAMPLES = {
-    "/v1/chat/completions": '{"messages": [{"role": "user", "content": "Hello"}]}',
-    "/v1/completions": '{"prompt": "Once upon a time"}',
-    "/v1/embeddings": '{"input": "Hello"}',
-    "/v1/messages": '{"max_tokens": 64, "messages": [{"role": "user", "content": "Hello"}]}',
-    "/v1/responses": '{"input": "Hello"}',
-    "/api/chat": '{"model": "NAME", "messages": [{"role": "user", "content": "Hello"}]}',
-    "/api/generate": '{"model": "NAME", "prompt": "Hello"}',
-}
-"""Example bodies of routes."""
-COMPARED = 64
-"""The number of characters of a path that are compared with those of routes."""
-
-
-class Signposts:
-    """Answers for paths and methods that these routes do not have."""
-
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._routes = routes
-
-    async def refused(self, request: Request, error: Exception) -> Response:
-        """Answers 404 and 405 with advice, and OPTIONS."""
-        assert isinstance(error, HTTPException)
-        methods = self._methods(request.scope)
-        path = path_of(request.scope)
-        asked = f"{request.method} {shown(path)}"
-        if not methods:
-            message = f"{asked}: there is no such route{self._nearest(path)}; /docs lists them"
-            return error_response(HttpError(404, message), request.scope)
-        headers = {"allow": ", ".join([*methods, "OPTIONS"])}
-        if request.method == "OPTIONS":
-            return Response(status_code=204, headers=headers)
-        body = f" with a body such as {EXAMPLES[path]}" if path in EXAMPLES else ""
-        message = f"{asked}: this route takes {' and '.join(methods)}{body}; /docs tells its fields"
-        return error_response(HttpError(405, message, headers=headers), request.scope)
-
-    def _methods(self, scope: Scope) -> list[str]:
-        """Returns the methods of all routes with the path."""
-        fitting = [route for route in self._routes if route.matches(scope)[0] is not Match.NONE]
-        return sorted({method for route in fitting for method in route.methods or ()})
-
-    def _nearest(self, path: str) -> str:
-        paths = {route.path for route in self._routes}
-        found = difflib.get_close_matches(path[:COMPARED], sorted(paths), n=2)
-        return f", the nearest are {' and '.join(found)}" if found else ""
 
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -129,7 +84,7 @@ class Server:
         handled = {
             HttpError: _failed,
             KvernError: _failed,
-            HTTPException: Signposts(routes).refused,
+            HTTPException: _lost(routes),
             ClientDisconnect: _gone,
             RecursionError: _nested,
             Exception: _broken,
@@ -182,7 +137,7 @@ class Server:
     def figures(self) -> bytes:
         """Returns the metrics of this process in Prometheus's text format."""
         metrics = (figures for engine in self.service.engines for figures in engine.client.metrics)
-        return engines_text([*metrics, self.service.figures])
+        return bytes(imported("kvern.observe.exposition:engines_text")([*metrics, self.service.figures]))
 
     def _check_watcher(self, request: Request) -> None:
         """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""
@@ -243,6 +198,16 @@ def _walled(app: ASGIApp) -> ASGIApp:
             await app(scope, receive, send)
 
     return walled
+
+
+def _lost(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers what no route takes."""
+
+    async def lost(request: Request, error: Exception) -> Response:
+        signposts: Signposts = imported("kvern.server.signposts:Signposts")(routes)
+        return await signposts.refused(request, error)
+
+    return lost
 
 
 async def _failed(request: Request, error: Exception) -> Response:

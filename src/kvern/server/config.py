@@ -94,6 +94,11 @@ class ServerConfig:
         """`data_dir`, or kvern's folder among the user's data (XDG base directory specification)."""
         return self.data_dir or Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
 
+    @property
+    def reread_files(self) -> list[Path]:
+        """The files of keys and of TLS, which are read again when they change."""
+        return [path for path in (self.api_key_file, self.tls_cert, self.tls_key) if path is not None]
+
     def __post_init__(self) -> None:
         for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
             object.__setattr__(self, name, _listed(name, getattr(self, name)))

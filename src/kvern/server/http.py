@@ -5,23 +5,17 @@ Answers with many log-probabilities are encoded in parts by threads of their own
 
 import asyncio
 import contextlib
-import html
-import http
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvern.api.errors import anthropic_error, body_of, ollama_error, status_of
-from kvern.api.other_names import as_sent, ignored
-from kvern.errors import EngineUnavailable, KvernError, ServerBusy
-from kvern.io.json_lines import json_line
+from kvern.api.other_names import ignored
+from kvern.plugins import imported
 
 WRITERS = ThreadPoolExecutor(2, "answers")
 DEPTH = 8
@@ -91,9 +85,6 @@ LACKS_HEADER = "x-kvern-template-lacks"
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 """Headers of pages that load nothing."""
 
-Lines = Callable[[object], Iterator[bytes]]
-"""Writes a value as a line of JSON, in parts."""
-
 
 def path_of(scope: Scope) -> str:
     """Returns the path without the prefix that a proxy removes."""
@@ -128,39 +119,9 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 
 
 def error_response(error: Exception, scope: Scope) -> Response:
-    """Answers with an error: as a page for a browser, else as JSON in the format of the client's API."""
-    error = as_sent(error, scope["state"].get("sent_names", {}))
-    headers = getattr(error, "headers", None)
-    if isinstance(error, EngineUnavailable | ServerBusy):
-        headers = {"retry-after": str(math.ceil(error.seconds))}
-    status, path = status_of(error), path_of(scope)
-    if _is_looked_at(scope):
-        content = error_page(status, str(error), scope.get("root_path", ""))
-        return HTMLResponse(content, status, {**(headers or {}), **PAGE_HEADERS})
-    if path.startswith("/api/"):
-        return json_response(ollama_error(error), status, headers)
-    request_id = scope["state"]["request_id"]
-    body = anthropic_error(error, request_id) if is_anthropic(scope) else body_of(error)
-    return json_response(body, status, headers)
-
-
-def _is_looked_at(scope: Scope) -> bool:
-    """True if a browser navigates to the route. Some client libraries accept text/html always, but then JSON as
-    well."""
-    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
-    return scope["method"] in ("GET", "HEAD") and b"text/html" in accepted and b"application/json" not in accepted
-
-
-def error_page(status: int, message: str, root_path: str) -> str:
-    """Returns the HTML page of an error."""
-    phrase, base = http.HTTPStatus(status).phrase, html.escape(root_path)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{status} {phrase}</title><style>:root{{color-scheme:light dark}}body{{font:16px/1.5 system-ui;"
-        "max-width:40rem;margin:4rem auto;padding:0 1rem;overflow-wrap:anywhere}</style>"
-        f"<h1>{status} {phrase}</h1><p>{html.escape(message)}</p>"
-        f'<p><a href="{base}/">Chat</a> · <a href="{base}/docs">All routes</a></html>'
-    )
+    """Answers with an error in the format of the client's API, or as a page."""
+    answer: Response = imported("kvern.server.error_answers:answer_of")(error, scope)
+    return answer
 
 
 async def gone(receive: Receive) -> None:
@@ -202,84 +163,3 @@ class SentInPieces(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def event_parts(content: object, lines: Lines) -> Iterator[bytes]:
-    """Yields the parts of one server-sent event."""
-    if isinstance(content, tuple):
-        name, content = content
-        yield f"event: {name}\n".encode()
-    yield b"data: "
-    yield from lines(content)
-    yield b"\n\n"
-
-
-@dataclass(frozen=True)
-class StreamFormat:
-    """The format of an API's streams. `frame` encodes one value; `last` is sent at the end."""
-
-    last: bytes = b""
-    failed: Callable[[Exception], object] = body_of
-    """The value that is sent in place of the rest after an error."""
-    kind: str = "text/event-stream; charset=utf-8"
-    frame: Callable[[object, Lines], Iterator[bytes]] = event_parts
-
-
-EVENTS = StreamFormat()
-"""Server-sent events: each a JSON value, or (name, JSON value) for a named event."""
-CHUNKS = StreamFormat(last=b"data: [DONE]\n\n")
-
-
-class EventStream:
-    """A streamed ASGI answer. `close` is called at its end in any case.
-
-    A `large` stream has events with many log-probabilities, which are written in parts.
-    """
-
-    def __init__(
-        self,
-        events: AsyncIterator[object],
-        close: Callable[[], None],
-        headers: Mapping[str, str] | None = None,
-        form: StreamFormat = EVENTS,
-        large: bool = False,
-    ) -> None:
-        self._events = events
-        self._close = close
-        self._headers = headers or {}
-        self._form = form
-        self._lines: Lines = _line_parts if large else _whole_line
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            headers = {"content-type": self._form.kind, "cache-control": "no-cache", **self._headers}
-            raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-            await send({"type": "http.response.start", "status": 200, "headers": raw})
-            await until_gone(self._write(send), receive)
-        finally:
-            self._close()
-
-    async def _write(self, send: Send) -> None:
-        events = self._events
-        try:
-            async for content in events:
-                await self._tell(content, send)
-        except KvernError as error:
-            await self._tell(self._form.failed(error), send)
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
-        await send({"type": "http.response.body", "body": self._form.last, "more_body": False})
-
-    async def _tell(self, content: object, send: Send) -> None:
-        for piece in in_pieces(self._form.frame(content, self._lines)):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            if len(piece) >= PIECE:
-                await asyncio.sleep(0)
-
-
-def _whole_line(content: object) -> Iterator[bytes]:
-    yield json_line(content)
-
-
-def _line_parts(content: object) -> Iterator[bytes]:
-    return json_parts(content, json_line)

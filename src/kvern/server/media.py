@@ -1,8 +1,7 @@
-"""Images that conversations name by an address or by a file of the server, and the memory that images take."""
+"""Images that conversations name by an address or by a file of the server."""
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,35 +27,6 @@ FETCHED_BYTES = 4 * LARGEST_IMAGES
 Messages = list[dict[str, Any]]
 
 
-class ImageMemory:
-    """The bytes of images of all requests that have not ended, as they were sent.
-
-    A key may have its share, or one request of `LARGEST_IMAGES` bytes.
-    """
-
-    def __init__(self, most: int, keys: KeyRing) -> None:
-        self._most = most
-        self._keys = keys
-        self._taken: Counter[str] = Counter()
-
-    @contextlib.contextmanager
-    def held(self, key: ApiKey, size: int, refuse: Callable[[str], HttpError]) -> Iterator[None]:
-        """Counts a request's images until the block ends. Raises HttpError, or that of `refuse`."""
-        if size > LARGEST_IMAGES:
-            message = f"the images have {size} bytes: one request may have {LARGEST_IMAGES}; make them smaller"
-            raise HttpError(400, message)
-        share = max(LARGEST_IMAGES, self._most // max(len(self._keys.users), 1))
-        if size and (self._taken[key.line] + size > share or self._taken.total() + size > self._most):
-            raise refuse("the images of requests that wait or run fill the memory for them")
-        self._taken[key.line] += size
-        try:
-            yield
-        finally:
-            self._taken[key.line] -= size
-            if not self._taken[key.line]:
-                del self._taken[key.line]
-
-
 @dataclass(frozen=True)
 class _Named:
     """An image that is named by an address or by the id of a file: a part of a message."""
@@ -74,13 +44,12 @@ class _Named:
 
 
 class Media:
-    """Reads the images that conversations name. `store` gives the server's files, once the server has any."""
+    """Reads the images that conversations name. `store` gives the server's files, if it keeps any."""
 
-    def __init__(self, config: ServerConfig, keys: KeyRing) -> None:
-        self.memory = ImageMemory(config.image_memory, keys)
-        self.store: Callable[[], Store] | None = None
+    def __init__(self, config: ServerConfig, keys: KeyRing, store: "Callable[[], Store] | None") -> None:
+        self._store = store
         self._lane = Lane(len(keys.users), FETCHED_BYTES, LARGEST_IMAGES)
-        hosts = config.allowed_media_domains  # what reads them is imported now: later it would hold up the event loop
+        hosts = config.allowed_media_domains
         self._fetcher: Fetcher | None = imported("kvern.images.addresses:Fetcher")(hosts) if hosts else None
 
     @contextlib.asynccontextmanager
@@ -126,9 +95,9 @@ class Media:
     async def _file(self, named: _Named, key: ApiKey, take: Callable[[int], None]) -> bytes:
         """The content of a file that the key has uploaded."""
         missing = f"{named.place}: there is no file {shown(named.file_id)} of this key: upload it to /v1/files"
-        if not isinstance(named.file_id, str) or self.store is None:
+        if not isinstance(named.file_id, str) or self._store is None:
             raise HttpError(400, missing, code="file_not_found")
-        store = self.store()
+        store = self._store()
         try:
             file = await store.load("file", key.name, named.file_id)
             if file["bytes"] > LARGEST_FILE:

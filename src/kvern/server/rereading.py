@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import os
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvern.errors import ConfigError
+from kvern.server.config import ServerConfig
+from kvern.server.startup import check_tls
 
 EVERY = 1.0
 """The seconds between two looks at the files."""
@@ -52,6 +55,24 @@ class Reread:
         else:
             if said:
                 self._say(said)
+
+
+async def read_again(
+    server: ServerConfig,
+    read_keys: Callable[[], str],
+    context: ssl.SSLContext | None,
+    say: Callable[[str], None],
+    asked: asyncio.Event,
+) -> None:
+    """Reads the files of keys and of TLS again when they change, or when `asked`."""
+
+    def read() -> str:
+        if context is not None and server.tls_cert is not None:
+            check_tls(server)
+            context.load_cert_chain(server.tls_cert, server.tls_key)
+        return read_keys()
+
+    await Reread(server.reread_files, read, say, asked).watch()
 
 
 def states(paths: Sequence[Path]) -> State:

@@ -13,7 +13,6 @@ import errno
 import functools
 import gc
 import socket
-import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.plugins import imported
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.gate import is_loopback
 from kvern.server.keys import KeyRing, client_of
-from kvern.server.rereading import Reread
 from kvern.server.signals import Signals
 from kvern.server.startup import OpenFiles, check_data_folder, check_tls, tell_systemd
 from kvern.serving.child import EngineProcess
@@ -255,31 +254,15 @@ async def serve(
             page = "" if server.uds is not None else " (in a browser: a chat page)"
             say(f"serving {client.names[0]} on {shown_address(listener, server)}{page}")
             tell_systemd("READY=1")
-            watching = asyncio.create_task(reread_files(server, application, http.config.ssl, say, reread))
+            watching = None
+            if server.reread_files:
+                read_again = imported("kvern.server.rereading:read_again")
+                read = read_again(server, application.read_keys, http.config.ssl, say, reread)
+                watching = asyncio.create_task(read)
             await http.serve(sockets=[listener])
-            watching.cancel()
+            if watching is not None:
+                watching.cancel()
             await application.stop()
-
-
-async def reread_files(
-    server: ServerConfig,
-    application: Server,
-    context: ssl.SSLContext | None,
-    say: Callable[[str], None],
-    asked: asyncio.Event,
-) -> None:
-    """Reads the files of keys and of TLS again when they change, or when `asked`."""
-    keys = [server.api_key_file] if server.api_key_file is not None else []
-    pair = [path for path in (server.tls_cert, server.tls_key) if path is not None]
-
-    def read() -> str:
-        if context is not None and server.tls_cert is not None:
-            check_tls(server)
-            context.load_cert_chain(server.tls_cert, server.tls_key)
-        return application.read_keys()
-
-    if keys or pair:
-        await Reread([*keys, *pair], read, say, asked).watch()
 
 
 def http_config(application: ASGIApp, server: ServerConfig, files: OpenFiles) -> uvicorn.Config:

@@ -6,12 +6,13 @@ The queue of an engine is bounded, and each API key has limits; who is refused h
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -21,17 +22,23 @@ from kvern.api.fields import CommonFields, check_bounds, check_reported, reporte
 from kvern.engine.inputs import Prompt
 from kvern.errors import ConfigError, shown
 from kvern.observe.metrics import KeyFigures
+from kvern.plugins import imported
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import PromptInput, RequestOptions
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 from kvern.server.http import WRITERS, write_large
+from kvern.server.image_memory import ImageMemory
 from kvern.server.keys import ApiKey, KeyRing
-from kvern.server.media import ImageMemory, Media
 from kvern.server.usage import UsageCounter
 from kvern.serving.client import EngineClient
 from kvern.serving.workload import Generation
+from kvern.text.content import has_media
 from kvern.tools.chat import ChatRequest
+
+if TYPE_CHECKING:
+    from kvern.server.media import Media
+    from kvern.server.stores.files import Store
 
 RATE_WINDOW = 128
 """The number of a key's last answers from which its rate is estimated."""
@@ -282,18 +289,25 @@ class Service:
     def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: KeyRing) -> None:
         self.config = config
         self.keys = keys
-        self.media = Media(config, keys)
+        self.stored_files: Callable[[], Store] | None = None
+        """Gives the files that clients upload, if the server keeps any."""
+        images = ImageMemory(config.image_memory, keys)
         self._limits = limits = KeyLimits()
         self.figures = KeyFigures(clients[0].names[0])
         self.figures.know(key.name for key in keys.users)
         self.engines = [
-            ServedEngine(client, Admission(client, config.max_queue, keys, limits, self.media.memory))
-            for client in clients
+            ServedEngine(client, Admission(client, config.max_queue, keys, limits, images)) for client in clients
         ]
         names = [name for engine in self.engines for name in dict.fromkeys(engine.names)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
+
+    @functools.cached_property
+    def media(self) -> "Media":
+        """Reads the images that conversations name."""
+        made: Media = imported("kvern.server.media:Media")(self.config, self.keys, self.stored_files)
+        return made
 
     @property
     def names(self) -> list[str]:
@@ -357,7 +371,7 @@ class Service:
     ) -> AsyncIterator[list[dict[str, Any]]]:
         """Yields a conversation with the images that it names, for a model that reads any. Raises HttpError or
         InvalidRequest."""
-        if engine.client.inputs.model.reads_images:
+        if engine.client.inputs.model.reads_images and any(has_media(message.get("content")) for message in messages):
             async with self.media.read(messages, key) as found:
                 yield found
         else:

@@ -12,7 +12,7 @@ from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.inputs import InputProcessor, Messages
 from kvern.errors import InvalidRequest
 from kvern.plugins import imported
-from kvern.request.other_names import missing
+from kvern.request.python_names import missing
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.chats import Tools
 from kvern.text.tokenizer import Tokenizer

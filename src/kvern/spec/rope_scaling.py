@@ -1,14 +1,9 @@
-"""Frequencies of rotary position embeddings, and their scalings for longer contexts.
+"""Frequencies of rotary position embeddings, and their plain scaling; `rope_stretching` has those for longer contexts.
 
 A scaling turns `(theta, dim, max_model_len)` into the inverse frequencies of the `dim / 2` rotated planes, in radians
 per token, and one factor by which cosines and sines are multiplied. Nothing here imports torch.
-
-Two scalings, `Dynamic` and `LongRope`, were defined by the length of the running sequence. kvern decides once, by the
-longest sequence of the engine (`max_model_len`): a cached key must not depend on how long its sequence will become, nor
-on other sequences in its batch.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +13,8 @@ class RopeScaling(Protocol):
         """Returns `dim / 2` inverse frequencies, and the factor of cosines and sines."""
 
 
-def _plain(theta: float, dim: int) -> list[float]:
+def plain_frequencies(theta: float, dim: int) -> list[float]:
+    """Returns `dim / 2` inverse frequencies without a scaling."""
     return [theta ** (-index / dim) for index in range(0, dim, 2)]
 
 
@@ -29,94 +25,4 @@ class LinearScaling:
     factor: float = 1.0
 
     def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
-        return [frequency / self.factor for frequency in _plain(theta, dim)], 1.0
-
-
-@dataclass(frozen=True)
-class Proportional:
-    """Only the fastest `fraction` of the planes rotates; the others carry no position."""
-
-    fraction: float
-    factor: float = 1.0
-
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
-        turning = int(self.fraction * dim // 2)
-        kept = [frequency / self.factor for frequency in _plain(theta, dim)[:turning]]
-        return kept + [0.0] * (dim // 2 - turning), 1.0
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    """A base that grows with `max_model_len` beyond the model's `trained_len` (NTK-aware)."""
-
-    factor: float
-    trained_len: int
-
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
-        length = max(max_model_len, self.trained_len)
-        stretch = self.factor * length / self.trained_len - (self.factor - 1)
-        return _plain(theta * stretch ** (dim / (dim - 2)), dim), 1.0
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """Fast planes are kept, slow planes interpolated, with a linear ramp between (https://arxiv.org/abs/2309.00071)."""
-
-    factor: float
-    trained_len: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-    def _plane(self, rotations: float, theta: float, dim: int) -> float:
-        """Returns the index of the plane that makes `rotations` turns within the trained length."""
-        return dim * math.log(self.trained_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
-        low, high = self._plane(self.beta_fast, theta, dim), self._plane(self.beta_slow, theta, dim)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
-        if low == high:
-            high += 0.001
-        result = []
-        for index, frequency in enumerate(_plain(theta, dim)):
-            interpolated = min(max((index - low) / (high - low), 0.0), 1.0)
-            result.append(frequency * (1 - interpolated) + frequency / self.factor * interpolated)
-        return result, self.attention_factor
-
-
-@dataclass(frozen=True)
-class Llama3:
-    """Wavelengths past the trained length are divided by `factor`, the middle ones blended (Llama 3.1)."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    trained_len: int
-
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
-        return [self._scale(frequency) for frequency in _plain(theta, dim)], 1.0
-
-    def _scale(self, frequency: float) -> float:
-        turns = self.trained_len * frequency / (2 * math.pi)
-        kept = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
-        kept = min(max(kept, 0.0), 1.0)
-        return frequency * kept + frequency / self.factor * (1 - kept)
-
-
-@dataclass(frozen=True)
-class LongRope:
-    """A searched divisor for each plane, one set for short and one for long contexts
-    (https://arxiv.org/abs/2402.13753)."""
-
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    trained_len: int
-    attention_factor: float
-
-    def frequencies(self, theta: float, dim: int, max_model_len: int) -> tuple[list[float], float]:
-        factors = self.long_factors if max_model_len > self.trained_len else self.short_factors
-        plain = _plain(theta, dim)
-        return [frequency / factor for frequency, factor in zip(plain, factors, strict=True)], self.attention_factor
+        return [frequency / self.factor for frequency in plain_frequencies(theta, dim)], 1.0

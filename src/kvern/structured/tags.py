@@ -1,6 +1,6 @@
 """Structural tags: free text in which certain spans follow a schema, as function calls in running text do."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,19 @@ class StructuralTag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     begin: str
     schema: dict[str, Any] | bool
     end: str = ""
+
+
+def tagged_form(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the form that a `response_format` of type structural_tag demands. Raises InvalidParameter."""
+    try:
+        tags = msgspec.convert(value.get("structures"), list[StructuralTag])
+        triggers = msgspec.convert(value.get("triggers"), list[str])
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(
+            "response_format of type structural_tag needs structures, each with begin, schema and end, and "
+            f"triggers: {error}"
+        ) from error
+    return msgspec.to_builtins(structural_tags(tags, triggers))  # type: ignore[no-any-return]
 
 
 def structural_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> StructuredOutput:

@@ -42,9 +42,9 @@ internvl.internvl       internvl InternVLForConditionalGeneration
 lfm2.lfm2               lfm2 Lfm2ForCausalLM
 lfm2.lfm2_moe           lfm2_moe Lfm2MoeForCausalLM
 llama.llama             llama LlamaForCausalLM internlm3 InternLM3ForCausalLM
-llama.mistral           mistral MistralForCausalLM ministral MinistralForCausalLM
-llama.ministral3        ministral3 Ministral3ForCausalLM
-llama.mistral3          mistral3 Mistral3ForConditionalGeneration
+mistral.mistral           mistral MistralForCausalLM ministral MinistralForCausalLM
+mistral.ministral3        ministral3 Ministral3ForCausalLM
+mistral.mistral3          mistral3 Mistral3ForConditionalGeneration
 llama.cwm               cwm CwmForCausalLM
 llama.arcee             arcee ArceeForCausalLM
 llama.helium            helium HeliumForCausalLM
@@ -52,7 +52,7 @@ llama.ernie4_5          ernie4_5 Ernie4_5ForCausalLM
 llama.seed_oss          seed_oss SeedOssForCausalLM
 llava.llava             llava LlavaForConditionalGeneration llava_next LlavaNextForConditionalGeneration
 minimax.minimax_m2      minimax_m2 MiniMaxM2ForCausalLM
-llama.mixtral           mixtral MixtralForCausalLM
+mistral.mixtral           mixtral MixtralForCausalLM
 bert.modernbert         modernbert
 nemotron.nemotron       nemotron NemotronForCausalLM
 nemotron_h.nemotron_h   nemotron_h NemotronHForCausalLM

@@ -9,18 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.models.describe import (
-    check_settings,
-    describe,
-    kinds_of,
-    read_mlp,
-    read_rope,
-    rope_settings,
-    text_config,
-    text_part,
-)
+from kvern.models.describe import check_settings, describe, kinds_of, read_mlp, read_rope, rope_settings
 from kvern.models.families.glm_moe import read_sigmoid_moe, tensor_names
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.mixers import IndexerSpec, LatentAttentionSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec, Rename
 

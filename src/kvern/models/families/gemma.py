@@ -11,11 +11,10 @@ from kvern.models.describe import (
     read_layer_types,
     read_rms_norm,
     read_rope,
-    text_config,
-    text_part,
     uniform_layers,
 )
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.model import PRE_NORMS, SANDWICH_NORMS, LayerSpec, ModelSpec, QueryKeyNormSpec, RopeSpec
 
 

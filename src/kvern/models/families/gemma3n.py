@@ -12,12 +12,11 @@ from kvern.models.describe import (
     read_layer_types,
     read_mlp,
     read_rms_norm,
-    text_config,
-    text_part,
 )
 from kvern.models.families.gemma import gemma3_ropes
 from kvern.models.families.gemma4 import cache_owners, tensors_without_use
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.model import SANDWICH_NORMS, AltUpSpec, LayerSpec, ModelSpec, PerLayerSpec, QueryKeyNormSpec, Rename
 
 _RENAMES = (

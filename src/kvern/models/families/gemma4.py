@@ -15,10 +15,9 @@ from kvern.models.describe import (
     read_moe,
     read_rms_norm,
     read_rope,
-    text_config,
-    text_part,
 )
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.model import (
     SANDWICH_NORMS,
     LayerSpec,

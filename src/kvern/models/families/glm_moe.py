@@ -14,12 +14,11 @@ from kvern.models.describe import (
     read_moe,
     read_rms_norm,
     read_rope,
-    text_config,
-    text_part,
     uniform_layers,
 )
 from kvern.models.families.qwen import layers_from
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.model import (
     PRE_NORMS,
     HeadLayerSpec,

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.models.describe import text_config, text_part
 from kvern.models.families.gpt_oss import gpt_oss
 from kvern.models.families.llama import llama
 from kvern.models.families.qwen import qwen2, qwen3, qwen3_moe
 from kvern.models.families.vit import Vit, chosen_layers, flat
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.model import BiasSpec, BlockSpec, ModelSpec, NormSpec, QueryKeyNormSpec, Rename
 from kvern.spec.vision import ImageTokens, MergingSpec, VisionSpec
 

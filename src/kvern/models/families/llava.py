@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 from kvern.errors import UnsupportedModel
-from kvern.models.describe import text_config, text_part
-from kvern.models.families.llama import llama, mistral
+from kvern.models.families.llama import llama
+from kvern.models.families.mistral import mistral
 from kvern.models.families.qwen import qwen2, qwen3
 from kvern.models.families.vit import Vit, chosen_layers, clip_renames
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.model import ModelSpec, Rename
 from kvern.spec.vision import ImageTokens, MergingSpec, VisionSpec
 

@@ -10,7 +10,7 @@ from kvern.models.describe import (
     read_rope,
     uniform_layers,
 )
-from kvern.models.families.llama import RENAMES
+from kvern.models.families.mistral import RENAMES
 from kvern.models.registry import Config
 from kvern.spec.model import ModelSpec, QueryKeyNormSpec, Rename
 

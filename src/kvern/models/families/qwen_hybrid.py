@@ -11,11 +11,10 @@ from kvern.models.describe import (
     read_mlp,
     read_rms_norm,
     read_rope,
-    text_config,
-    text_part,
 )
 from kvern.models.families.qwen import read_sparse
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.mixers import AttentionSpec, DeltaNetSpec
 from kvern.spec.model import HeadLayerSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, QueryKeyNormSpec
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvern.errors import UnsupportedModel
-from kvern.models.describe import text_config, text_part
 from kvern.models.families.qwen import qwen2, qwen3, qwen3_moe
 from kvern.models.registry import Config
+from kvern.models.text_parts import text_config, text_part
 from kvern.spec.model import ModelSpec, MoeSpec, Rename
 
 if TYPE_CHECKING:

@@ -28,10 +28,11 @@ from starlette.responses import Response
 from kvern.api.batch_rows import answer_row, message_row, read_row
 from kvern.api.completions import CHAT, COMPLETIONS
 from kvern.api.embeddings import EMBEDDINGS
-from kvern.api.errors import HttpError, anthropic_error, body_of, status_of, wrong_value
+from kvern.api.error_bodies import anthropic_error, as_sent, body_of, status_of
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import read_metadata, typed
 from kvern.api.messages import MESSAGES
-from kvern.api.other_names import as_sent, sent_names
+from kvern.api.other_names import sent_names
 from kvern.api.scores import SCORE
 from kvern.api.text_pairs import RERANK
 from kvern.errors import EngineClosed, EngineUnavailable, InvalidRequest, KvernError, ServerBusy, shown

@@ -1,6 +1,6 @@
 """OpenAI's /v1/completions and /v1/chat/completions: the handlers."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -8,20 +8,15 @@ from starlette.responses import Response
 from kvern.api.completion_answers import CompletionWriter
 from kvern.api.completions import known_fields, read_completion
 from kvern.api.fields import merge_extra
+from kvern.plugins import imported
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import (
-    CHUNKS,
-    LACKS_HEADER,
-    EventStream,
-    apart,
-    header_of_names,
-    ignored_header,
-    path_of,
-    whole_answer,
-)
+from kvern.server.http import LACKS_HEADER, apart, header_of_names, ignored_header, path_of, whole_answer
 from kvern.server.keys import ApiKey
 from kvern.server.service import Answerer, Ask
+
+if TYPE_CHECKING:
+    from kvern.server.streams import EventStream
 
 
 class Completions:
@@ -30,18 +25,22 @@ class Completions:
     def __init__(self, apis: Apis) -> None:
         self._service = apis.service
 
-    async def create(self, request: Request) -> Response | EventStream:
+    async def create(self, request: Request) -> "Response | EventStream":
         """Answers POST to either route, with a stream or with one object."""
         body = await read_object(request)
         service = self._service
         url = path_of(request.scope)
-        ask, writer, stream = await self._read(body, url, request.state.key)
+        ask, writer, streams = await self._read(body, url, request.state.key)
         headers = ignored_header(body, known_fields(url)) | header_of_names(LACKS_HEADER, writer.lacks)
         let_go(request, body)
-        if stream:
+        if streams:
             running = await service.start(ask)
-            chunks = writer.chunks(running.outputs, running, service.config.stream_interval)
-            return EventStream(chunks, running.leave, headers, CHUNKS, ask.is_large)
+            chunks = imported("kvern.api.completion_chunks:chunks")
+            news = chunks(writer, running.outputs, running, service.config.stream_interval)
+            stream: EventStream = imported("kvern.server.streams:chunk_stream")(
+                news, running.leave, headers, ask.is_large
+            )
+            return stream
         return await whole_answer(request, service.written(ask, lambda ended: writer.answer(ended.outputs)), headers)
 
     def answerer(self, url: str) -> Answerer:

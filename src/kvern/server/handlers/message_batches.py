@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from kvern.api.errors import HttpError, anthropic_error, wrong_value
+from kvern.api.error_bodies import anthropic_error
+from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import typed
 from kvern.api.messages import MESSAGES
 from kvern.io.json_lines import json_line

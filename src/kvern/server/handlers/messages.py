@@ -9,23 +9,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.errors import anthropic_error
+from kvern.api.error_bodies import anthropic_error
 from kvern.api.fields import merge_extra, typed
 from kvern.api.messages import KNOWN, ignored_tools, message_answer, message_events, read_conversation, read_message
 from kvern.api.other_names import ignored
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import (
-    IGNORED_HEADER,
-    LACKS_HEADER,
-    EventStream,
-    StreamFormat,
-    header_of_names,
-    json_response,
-    whole_answer,
-)
+from kvern.server.http import IGNORED_HEADER, LACKS_HEADER, header_of_names, json_response, whole_answer
 from kvern.server.keys import ApiKey
 from kvern.server.service import Ask, Running
+from kvern.server.streams import EventStream, StreamFormat
 from kvern.tools.chat import ChatRequest
 
 IGNORED_TOOLS_HEADER = "x-kvern-ignored-tools"

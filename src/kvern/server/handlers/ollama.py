@@ -17,7 +17,8 @@ from starlette.responses import Response
 from kvern.api import ollama
 from kvern.api.completions import read_prompts
 from kvern.api.embeddings import MOST_TEXTS
-from kvern.api.errors import HttpError, ollama_error
+from kvern.api.error_bodies import ollama_error
+from kvern.api.errors import HttpError
 from kvern.api.fields import read_common, typed
 from kvern.api.ollama import LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds, timestamp
 from kvern.engine.embedding import check_embeds, embedding_of
@@ -31,9 +32,6 @@ from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
     CLIENT_GONE,
     LACKS_HEADER,
-    EventStream,
-    Lines,
-    StreamFormat,
     header_of_names,
     ignored_header,
     json_response,
@@ -43,6 +41,7 @@ from kvern.server.http import (
 )
 from kvern.server.keys import ApiKey
 from kvern.server.service import Running, ServedEngine
+from kvern.server.streams import EventStream, Lines, StreamFormat
 from kvern.text.infill import infill_of
 from kvern.text.tokenizer import read_json
 from kvern.tools.chat import ChatRequest

@@ -24,7 +24,8 @@ from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.handlers.admin import check_admin
 from kvern.server.handlers.ollama import STREAM, named
-from kvern.server.http import EventStream, ignored_header, whole_answer
+from kvern.server.http import ignored_header, whole_answer
+from kvern.server.streams import EventStream
 
 HUB_NAME = re.compile(r"(?:(?:hf\.co|huggingface\.co)/)?(?P<name>[\w.-]+/[\w.-]+(?::[\w.-]+)?)")
 RIGHT_NAME = "a model of the Hugging Face hub, organisation/name, or organisation/name:Q4_K_M for one of its GGUF files"

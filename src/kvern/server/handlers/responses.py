@@ -22,15 +22,7 @@ from kvern.io.json_lines import as_json
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.handlers.files import page_of
-from kvern.server.http import (
-    LACKS_HEADER,
-    EventStream,
-    apart,
-    header_of_names,
-    ignored_header,
-    json_response,
-    until_gone,
-)
+from kvern.server.http import LACKS_HEADER, apart, header_of_names, ignored_header, json_response, until_gone
 from kvern.server.service import Ask, Running
 from kvern.server.stores.response_memory import (
     LAST,
@@ -43,6 +35,7 @@ from kvern.server.stores.response_memory import (
     events_of,
 )
 from kvern.server.stores.responses import CUT_OFF
+from kvern.server.streams import EventStream
 from kvern.text.content import restored
 from kvern.tools.chat import ChatRequest
 

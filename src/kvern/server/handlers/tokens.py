@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from kvern.api.conversation import chat_tools, plain_messages, template_variables
 from kvern.api.errors import HttpError
-from kvern.api.fields import typed
-from kvern.api.other_names import Refused, check_refused
+from kvern.api.fields import Refused, check_refused, typed
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import json_response
