@@ -61,7 +61,8 @@ class Load:
             self.last = Request(RequestSpec(str(number), prompt, params, ANSWER, adapter=adapter, priority=number % 3))
         else:
             self.last = Request(leader.spec, number, leader.leader or leader)
-        self.scheduler.add(self.last)
+        self.scheduler.register(self.last)
+        self.scheduler.waiting.add(self.last, self.scheduler.step)
 
     def keep_few_blocks(self) -> None:
         """Leave enough for those that run, and too few for another."""

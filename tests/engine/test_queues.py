@@ -196,7 +196,7 @@ def test_what_becomes_cached_moves_a_request_forward() -> None:
         requests.append(Request(spec))
         requests[-1].queue.arrival = index
     for request in requests:
-        queue.add(request)
+        queue.add(request, 0)
     assert queue.best() is requests[0]
     block = cache.pool.allocate(1)[0]
     favoured = requests[-1]

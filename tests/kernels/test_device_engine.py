@@ -12,8 +12,8 @@ import torch
 from kvern import LLM, SamplingParams
 from kvern.errors import ConfigError
 from kvern.request.sampling_params import StructuredOutput
+from kvern.request.step import StepTooLarge
 from kvern.runner.kernel_backend import KernelBackend
-from kvern.runner.step_parts import StepTooLarge
 from tests.support.drafting_requests import PROMPTS
 from tests.support.failing_runner import FailingRunner
 from tests.support.families import FAMILIES, make_checkpoint

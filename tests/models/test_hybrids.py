@@ -22,12 +22,11 @@ from kvern.models.loader import load_model, read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams, StructuredOutput
-from kvern.request.step import SchedulerOutput, StepResult
+from kvern.request.step import SchedulerOutput, StepResult, StepTooLarge
 from kvern.runner.device import check_state_kernels, check_states
 from kvern.runner.executor import Executor
 from kvern.runner.memory import bytes_of_state
 from kvern.runner.plan import FreeMemory, ProbedDevice, agree, lay_out
-from kvern.runner.step_parts import StepTooLarge
 from tests.support.failing_runner import FailingRunner
 from tests.support.families import make_checkpoint, reference_greedy, reference_score, similar_prompts
 from tests.support.idle import is_idle

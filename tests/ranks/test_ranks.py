@@ -8,9 +8,9 @@ import pytest
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.models.registry import spec_from_config
-from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepTooLarge
 from kvern.runner.plan import REQUIRED_KERNELS, FreeMemory, Layout, Plan, ProbedDevice, agree, lay_out
-from kvern.runner.step_parts import StepParts, StepTooLarge
+from kvern.runner.step_parts import StepParts
 
 SPEC = spec_from_config(
     {

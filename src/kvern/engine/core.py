@@ -148,9 +148,13 @@ class EngineCore(EngineLoop):
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
         if preparing is None:
-            self.scheduler.add(request)
+            self._queue(request)
         else:
             self._held[request.request_id] = request, preparing
+
+    def _queue(self, request: Request) -> None:
+        self.scheduler.register(request)
+        self.scheduler.waiting.add(request, self.scheduler.step)
 
     @cached_property
     def _beams(self) -> "Beams":
@@ -164,7 +168,7 @@ class EngineCore(EngineLoop):
         if not self.scheduler.has_work and not self._in_flight:
             wait([preparing for _, preparing in self._held.values()], PREPARING_SECONDS, FIRST_COMPLETED)
         for request_id in [name for name, (_, preparing) in self._held.items() if preparing.done()]:
-            self.scheduler.add(self._held.pop(request_id)[0])
+            self._queue(self._held.pop(request_id)[0])
 
     def read_adapter(self, path: str) -> "Adapter":
         """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""

@@ -211,7 +211,7 @@ class WaitingQueue:
         self._cache = cache
         self._running = running
         self._aging_steps = aging_steps
-        self._count = 0
+        self._count = self._arrivals = 0
         self._numbers: dict[Request, int] = {}
         self._entries: dict[Request, Entry] = {}  # of those that are ready
         self._causes: dict[Request, Cause] = {}  # of those that are parked
@@ -229,8 +229,12 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._numbers
 
-    def add(self, request: Request) -> None:
-        """Queue a request, whose `waiting_since` is the present step."""
+    def add(self, request: Request, step: int) -> None:
+        """Queue a request in this step: a new one, or one that has run."""
+        request.queue.waiting_since = step
+        if request.queue.arrival < 0:
+            request.queue.arrival = self._arrivals
+            self._arrivals += 1
         self._numbers[request] = self._count
         self._count += 1
         if self._policy.ages and not request.queue.aged:

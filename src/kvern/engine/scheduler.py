@@ -88,7 +88,6 @@ class Scheduler:
         self.step = 0
         self.preemption_count = 0
         self._batch_open = True  # a static batch takes requests until slots, blocks or the queue are exhausted
-        self._arrivals = 0
         self.by_id: dict[str, Request] = {}  # of all that have not ended
         self._crowded: Request | None = None  # a span of its prompt has waited a step for a free budget
         self._awaited: set[Request] = set()  # waiting requests of which a step in flight samples something
@@ -105,16 +104,6 @@ class Scheduler:
         return self.by_id.get(request_id)
 
     # Requests come, report and end
-
-    def add(self, request: Request) -> None:
-        """Queue a new request."""
-        if request.request_id in self.by_id:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        request.queue.arrival = self._arrivals
-        self._arrivals += 1
-        request.queue.waiting_since = self.step
-        self.register(request)
-        self.waiting.add(request)
 
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None, *, keep_cached: bool = True
@@ -386,7 +375,9 @@ class Scheduler:
     # Places
 
     def register(self, request: Request) -> None:
-        """Know a request from now on, which neither runs nor waits yet."""
+        """Know a request from now on, which neither runs nor waits yet. Raises ValueError for an id that is in use."""
+        if request.request_id in self.by_id:
+            raise ValueError(f"request id {request.request_id!r} is in use")
         self.by_id[request.request_id] = request
         self.adapters.register(request.adapter)
         self.cache.register(request)
@@ -436,10 +427,9 @@ class Scheduler:
         """Let a request wait that has run."""
         request.state = State.WAITING
         request.queue.preemptions += 1
-        request.queue.waiting_since = self.step
         if request.in_flight:
             self._awaited.add(request)
-        self.waiting.add(request)
+        self.waiting.add(request, self.step)
 
     def _preempt(self, request: Request) -> None:
         self.remove(request)

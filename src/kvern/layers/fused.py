@@ -99,8 +99,9 @@ class FusedLayer(SequentialLayer):
     def _many_rows(self, hidden: Tensor, update: Tensor | None, step: StepContext) -> Residual:
         """The results of a step of many rows; norms round their results where products multiply codes."""
         qkv, gate_up = self._readers
+        attention = self.self_attn
         hidden, normal = self.attention_in.before(qkv, hidden, update)
-        attended = self.self_attn(normal, step)
+        attended = attention.o_proj(attention.attended(attention.qkv_proj(normal), step))
         hidden, normal = self.mlp_in.before(gate_up, rows_of(hidden, step.wanted), attended)
         return hidden, self.mlp(normal)
 

@@ -53,11 +53,11 @@ class AnswerProgress:
 class QueueProgress:
     """The arrival of a request, and its times of waiting and running.
 
-    `arrival` is the scheduler's sequence number. `waiting_since` and `running_since` are steps; `arrived_at` and
+    `arrival` is the queue's sequence number, -1 before. `waiting_since` and `running_since` are steps; `arrived_at` and
     `begun_at` (its first step) are seconds of the monotonic clock. `aged`: it has waited so long that it goes first.
     """
 
-    arrival: int = 0
+    arrival: int = -1
     waiting_since: int = 0
     running_since: int = 0
     aged: bool = False

@@ -216,6 +216,17 @@ class StepLost(Exception):
     """A step must be undone and planned again, through no fault of a request; the cause has the reason."""
 
 
+class StepTooLarge(Exception):
+    """A device ran out of memory while it computed a step whose differences have come; the cause says where.
+
+    `final`: what it has changed already cannot be computed again.
+    """
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+
+
 class StepResult(Protocol):
     """The future result of a step; a Future is one."""
 

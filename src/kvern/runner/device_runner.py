@@ -30,7 +30,7 @@ from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
 from kvern.models.decoder import Decoder
 from kvern.ranks.stages import Stage
-from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.request.step import ScheduledTokens, SchedulerOutput, StepTooLarge
 from kvern.runner.device_sampling import sample_plain
 from kvern.runner.device_states import DeviceStateMemory
 from kvern.runner.loaded_model import LoadedModel
@@ -46,7 +46,6 @@ from kvern.runner.step_graphs import (
     StepSize,
     capture_one,
 )
-from kvern.runner.step_parts import StepTooLarge
 from kvern.runner.step_runner import CHOSEN_BY_FIRST, StepRunner
 from kvern.sample.beams import DeviceCandidates, most_probable
 from kvern.sample.dry import penalize_repetitions

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvern.config import EngineConfig
+from kvern.plugins import imported
 from kvern.ranks.ranks import ALONE, Ranks
-from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult, StepTooLarge
 from kvern.runner.device import resolve_device
 from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout, agree, lay_out
 from kvern.runner.startup import Startup
-from kvern.runner.step_parts import StepParts
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.runner.ranks.experts import LayerCounts
+    from kvern.runner.step_parts import StepParts
     from kvern.runner.tier import Tier
 
 Execute = Callable[[SchedulerOutput], StepResult]
@@ -35,7 +36,8 @@ class Executor:
         """`tier` keeps pages of the KV cache; None: there is none."""
         self._worker = worker
         self.tier = tier
-        self._execute = tiered(StepParts(worker.runner.execute).execute, tier, worker.runner)
+        self._parts: StepParts | None = None
+        self._execute = tiered(self._whole_or_parts, tier, worker.runner)
         self._error: BaseException | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
@@ -52,6 +54,16 @@ class Executor:
         failed: Future[ModelRunnerOutput] = Future()
         failed.set_exception(self._error)
         return failed
+
+    def _whole_or_parts(self, output: SchedulerOutput) -> StepResult:
+        """Start a step; in parts if it, or one before, was too large for the device's memory."""
+        if self._parts is not None:
+            return self._parts.execute(output)
+        try:
+            return self._worker.runner.execute(output)
+        except StepTooLarge as error:
+            self._parts = parts = imported("kvern.runner.step_parts:StepParts")(self._worker.runner.execute)
+            return parts.execute_again(output, error)
 
     def abandon(self) -> None:
         """Forget all steps, one of which failed: every request joins anew. Raises if no other step can run."""

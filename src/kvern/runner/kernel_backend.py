@@ -43,7 +43,7 @@ from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
-from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput
+from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput, StepTooLarge
 from kvern.runner.cached_model import CachedModel
 from kvern.runner.decode_graphs import DecodeKind
 from kvern.runner.device_runner import DeviceRunner
@@ -66,7 +66,6 @@ from kvern.runner.plan import FreeMemory, Layout, Plan
 from kvern.runner.prompt_graphs import PromptKind, reading_shapes
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import DeviceModel, GraphMemory, StepGraphs, StepKind
-from kvern.runner.step_parts import StepTooLarge
 from kvern.runner.verify_graphs import VerifyKind
 from kvern.spec.model import ModelSpec
 from kvern.structured.masks import restrict

@@ -10,20 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvern.errors import in_a_line
 from kvern.request.spans import cut, least, within
-from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepLost, StepResult
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepLost, StepResult, StepTooLarge
 
 logger = logging.getLogger("kvern")
-
-
-class StepTooLarge(Exception):
-    """A device ran out of memory while it computed a step whose differences have come; the cause says where.
-
-    `final`: what it has changed already cannot be computed again.
-    """
-
-    def __init__(self, message: str, *, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
 
 
 class StepParts:

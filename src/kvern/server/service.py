@@ -24,7 +24,7 @@ from kvern.errors import ConfigError, shown
 from kvern.observe.metrics import KeyFigures
 from kvern.plugins import imported
 from kvern.request.outputs import RequestOutput
-from kvern.request.request import PromptInput, RequestOptions
+from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 from kvern.server.http import WRITERS, write_large
@@ -214,17 +214,24 @@ Answerer = Callable[[dict[str, Any], ApiKey], Awaitable[object]]
 
 @dataclass(frozen=True)
 class Ask:
-    """A request to an engine. `deadline` is in the event loop's time."""
+    """A request to the engine of `model`, a model or an adapter. Raises HttpError or InvalidParameter."""
 
-    engine: ServedEngine
+    model: str
+    common: CommonFields
     prompts: Sequence[Prompt]
-    params: Sequence[SamplingParams]
-    """The parameters of each prompt."""
+    given: SamplingParams | Sequence[SamplingParams]
+    """The parameters of all prompts, or of each."""
     key: ApiKey
-    options: RequestOptions
-    deadline: float | None = None
-    adapter: str | None = None
-    """The adapter, if the request named one as its model."""
+    embed: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.given, SamplingParams) and not self.embed:
+            check_bounds(self.given, len(self.prompts))
+
+    @property
+    def params(self) -> Sequence[SamplingParams]:
+        """The parameters of each prompt."""
+        return [self.given] * len(self.prompts) if isinstance(self.given, SamplingParams) else self.given
 
     @property
     def is_large(self) -> bool:
@@ -248,19 +255,19 @@ class Running:
 
     def __init__(
         self,
-        ask: Ask,
         generations: list[Generation],
-        news: asyncio.Event,
+        follow: Callable[[], AsyncIterator[None]],
         held: contextlib.ExitStack,
+        is_large: bool,
     ) -> None:
         self.outputs = [generation.output for generation in generations]
-        self._ask = ask
         self._generations = generations
-        self._news = news
+        self._follow = follow
         self._held = held
+        self._is_large = is_large
 
     def __aiter__(self) -> AsyncIterator[None]:
-        return self._ask.engine.client.replicas.follow(self._generations, self._news, self._ask.deadline)
+        return self._follow()
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -278,7 +285,7 @@ class Running:
     def leave(self) -> None:
         """Closes it, and frees its log-probabilities."""
         self.close()
-        if self._ask.is_large:
+        if self._is_large:
             for output in self.outputs:
                 WRITERS.submit(output.forget_logprobs)
 
@@ -377,63 +384,39 @@ class Service:
         else:
             yield messages
 
-    def ask(
-        self,
-        model: str,
-        common: CommonFields,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams],
-        key: ApiKey,
-        embed: bool = False,
-    ) -> Ask:
-        """Returns a request to the model's engine; `params` are for all prompts, or for each.
-
-        Raises HttpError or InvalidParameter.
-        """
-        if isinstance(params, SamplingParams):
-            if not embed:
-                check_bounds(params, len(prompts))
-            params = [params] * len(prompts)
-        engine, timeout = self.engine_of(model), common.timeout
-        options = replace(common.options, namespace=self.namespace(common, key), owner=key.owner, embed=embed)
-        return Ask(
-            engine,
-            prompts,
-            params,
-            key,
-            options,
-            deadline=None if timeout is None else asyncio.get_running_loop().time() + timeout,
-            adapter=None if model in engine.models else model,
-        )
-
     async def start(self, ask: Ask, patient: bool = False) -> Running:
         """Submits all prompts to the engine, or none. With `patient`, only the ends of answers count as changes.
 
         Raises HttpError, InvalidRequest, InvalidParameter or EngineDied.
         """
-        engine, news = ask.engine, asyncio.Event()
+        engine, common, key = self.engine_of(ask.model), ask.common, ask.key
+        namespace = self.namespace(common, key)
+        options = replace(common.options, namespace=namespace, owner=key.owner, embed=ask.embed)
+        deadline = None if common.timeout is None else asyncio.get_running_loop().time() + common.timeout
+        news, replicas = asyncio.Event(), engine.client.replicas
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
-            held.enter_context(engine.admission.enter(ask.key, ask.sequences, ask.image_bytes))
-            used = UsageCounter(self.figures, ask.key.name)
+            held.enter_context(engine.admission.enter(key, ask.sequences, ask.image_bytes))
+            used = UsageCounter(self.figures, key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))
-            held.callback(engine.client.replicas.abort, generations)
+            held.callback(replicas.abort, generations)
             reported = 0
-            with engine.admission.arriving(ask.key, ask.sequences) as arrived:
+            with engine.admission.arriving(key, ask.sequences) as arrived:
                 for prompt, params in zip(ask.prompts, ask.params, strict=True):
-                    generation = await engine.client.replicas.submit(
+                    generation = await replicas.submit(
                         prompt,
                         params,
-                        ask.options,
+                        options,
                         news=news,
                         patient=patient,
-                        adapter=ask.adapter,
+                        adapter=None if ask.model in engine.models else ask.model,
                     )
                     generations.append(generation)  # at once, so that it is aborted if the next prompt is refused
                     arrived(params.sequences)
                     reported += reported_by(len(generation.output.prompt_token_ids), params)
                     check_reported(reported)
-            return Running(ask, generations, news, held.pop_all())
+            follow = functools.partial(replicas.follow, generations, news, deadline)
+            return Running(generations, follow, held.pop_all(), ask.is_large)
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
         """Returns all answers, complete. Raises what `start` raises, and DeadlineExceeded."""

@@ -21,7 +21,7 @@ import msgspec
 
 from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
-from kvern.engine.inputs import Prompt
+from kvern.engine.inputs import Prompt, is_checked_quickly
 from kvern.engine.output import OutputProcessor
 from kvern.errors import DeadlineExceeded, EngineDied, InvalidRequest, RequestFailed, shown
 from kvern.observe.metrics import Metrics, Refusals
@@ -377,7 +377,8 @@ class Replicas:
         request_id = f"{os.getpid()}-{next(self._ids)}"
         size = len(prompt) if isinstance(prompt, Sized) else 0
         work = functools.partial(self._inputs.processor.request, request_id, prompt, params, options)
-        checked = await self._inputs.run(size, work, options.owner)
+        is_quick = isinstance(prompt, list) and is_checked_quickly(prompt, params, options)
+        checked = work() if is_quick else await self._inputs.run(size, work, options.owner)
         text = prompt if isinstance(prompt, str) else None
         await self.until_available()  # it takes its turn when there is an engine
         generation = self.prepare(checked, text, news=news, asked=asked, patient=patient, adapter=adapter)

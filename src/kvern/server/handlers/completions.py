@@ -69,5 +69,5 @@ class Completions:
         elif asked.encoding is not None:
             encoded = engine.client.inputs.encoded
             prompts = [await encoded(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
-        ask = self._service.ask(model, asked.common, prompts, params, key)
+        ask = Ask(model, asked.common, prompts, params, key)
         return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream

@@ -80,7 +80,7 @@ class MessagesApi:
             conversation = dataclasses.replace(conversation, options=options)
             unused.append("thinking.budget_tokens")
         chat = await service.chat(model, conversation, asked.params, asked.common, key)
-        ask = service.ask(model, asked.common, [chat.prompt], chat.params, key)
+        ask = Ask(model, asked.common, [chat.prompt], chat.params, key)
         left_out = ignored_tools(typed(body, "tools", list, []))
         headers = header_of_names(IGNORED_HEADER, unused) | header_of_names(IGNORED_TOOLS_HEADER, left_out)
         return _Asked(ask, chat, model, headers | header_of_names(LACKS_HEADER, chat.lacks), asked.stream)

@@ -40,7 +40,7 @@ from kvern.server.http import (
     whole_answer,
 )
 from kvern.server.keys import ApiKey
-from kvern.server.service import Running, ServedEngine
+from kvern.server.service import Ask, Running, ServedEngine
 from kvern.server.streams import EventStream, Lines, StreamFormat
 from kvern.text.infill import infill_of
 from kvern.text.tokenizer import read_json
@@ -209,7 +209,7 @@ class OllamaApi:
         if asked.suffix:
             inputs = self._service.engine_of(model).client.inputs
             prompts, params = await inputs.infilled(prompts, asked.suffix, params)
-        ask, stream = self._service.ask(model, asked.common, prompts, params, key), asked.stream
+        ask, stream = Ask(model, asked.common, prompts, params, key), asked.stream
         del asked
         let_go(request, body)
         if stream:
@@ -250,7 +250,7 @@ class OllamaApi:
             cut = Encoding(True, room, keeps_end=False, keeps_special=True)
             prompts = [await client.inputs.encoded(prompt, cut, None) for prompt in prompts]
         dimensions = typed(body, "dimensions", int, None)
-        ask = self._service.ask(model, read_common(body), prompts, SamplingParams(), request.state.key, embed=True)
+        ask = Ask(model, read_common(body), prompts, SamplingParams(), request.state.key, embed=True)
         let_go(request, body)
         outputs = await until_gone(self._service.run(ask), request.receive) if prompts else []
         if outputs is None:

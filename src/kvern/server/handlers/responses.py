@@ -103,7 +103,7 @@ class Responses:
                 await self._store.conversations.check_room(key.name, conversation, asked.items)
                 asked.response["conversation"] = {"id": conversation}
             chat = await self._service.chat(model, asked.conversation, asked.params, asked.common, key)
-            ask = self._service.ask(model, asked.common, [chat.prompt], chat.params, key)
+            ask = Ask(model, asked.common, [chat.prompt], chat.params, key)
             stream, is_stored = asked.stream, asked.response["store"]
             kept = asked.items if is_stored or conversation is not None else []
             earlier = as_json(before if is_stored else [])

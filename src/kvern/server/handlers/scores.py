@@ -22,6 +22,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.server.apis import Apis
 from kvern.server.handlers.whole_answers import Body, WholeAnswers
 from kvern.server.keys import ApiKey
+from kvern.server.service import Ask
 from kvern.serving.client import EngineClient
 from kvern.serving.client_inputs import ClientInputs
 
@@ -150,7 +151,7 @@ class Relevance:
         pairs: list[Pair] = [(prompt, answer) for prompt in prompts for answer in (answers.yes, answers.no)]
         scored = await client.inputs.scored_prompts(pairs, add_special_tokens=False)
         params = [prompt.params for prompt in scored]
-        ask = self._service.ask(model, asked.common, [prompt.token_ids for prompt in scored], params, key)
+        ask = Ask(model, asked.common, [prompt.token_ids for prompt in scored], params, key)
         outputs = await self._service.run(ask)
         found = [score_of(output, prompt) for output, prompt in zip(outputs, scored, strict=True)]
         scores = [probability_of_yes(yes, no) for yes, no in zip(found[::2], found[1::2], strict=True)]
@@ -159,7 +160,7 @@ class Relevance:
     async def _embedded(
         self, asked: TextPairs, prompts: Sequence[Prompt], model: str, key: ApiKey
     ) -> list[RequestOutput]:
-        ask = self._service.ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
+        ask = Ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
         outputs = await self._service.run(ask)
         for output in outputs:
             output.check()
@@ -222,7 +223,7 @@ class Scores(WholeAnswers):
         prompts = await service.engine_of(model).client.inputs.scored_prompts(asked.pairs, asked.add_special_tokens)
         del asked  # its texts are not needed while the pairs are scored
         params = [prompt.params for prompt in prompts]
-        ask = service.ask(model, common, [prompt.token_ids for prompt in prompts], params, key)
+        ask = Ask(model, common, [prompt.token_ids for prompt in prompts], params, key)
         body.clear()
         has_read()
         return score_answer(await service.run(ask), prompts, model, logprobs)

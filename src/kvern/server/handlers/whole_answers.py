@@ -15,6 +15,7 @@ from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.http import strangers_header, whole_answer
 from kvern.server.keys import ApiKey
+from kvern.server.service import Ask
 
 Body = dict[str, Any]
 
@@ -63,7 +64,7 @@ class Embeddings(WholeAnswers):
         if asked.encoding is not None:
             encoding = asked.encoding.within(client.inputs.max_model_len - (not client.inputs.model.is_encoder))
             prompts = [await client.inputs.encoded(prompt, encoding, None) for prompt in prompts]
-        ask = service.ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
+        ask = Ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
         body.clear()
         has_read()
         return embedding_answer(await service.run(ask), model, asked)
