@@ -237,7 +237,6 @@ def engines() -> Iterator[Passage]:
     eight = record["eight engines of llama-3.1-8b"][2]["of 8 x one with its share"]
     shares = [f"{ratio['of 2 x one with its share']:.2f}", f"{eight:.2f}"]
     yield Passage(page, "Two generated {} times what twice one did with its\nshare, eight {} of", shares)
-    yield Passage("PERFORMANCE.md", "generated {} times what twice one of them did with its share; eight {} of", shares)
 
 
 def adapters() -> Iterator[Passage]:
@@ -388,12 +387,6 @@ def clients() -> Iterator[Passage]:
     yield Passage(page, "| the same with answers at once | {} % | {} % |", [at_once[0], spread[1]])
     text = "`serving-cpu-one-thread.json`) | {} of {} tokens/s: {} % | {} % |"
     yield Passage(page, text, [*rates[1], one[0], spread[2]])
-    page = "serving.md"
-    whole = [[f"{float(value):.0f}" for value in values] for values in (at_once, streamed)]
-    yield Passage(page, "answers at once, of the same work offline | {} % ({} to {} %) |", whole[0])
-    yield Passage(page, "| the same streamed, a chunk a token | {} % ({} to {} %) |", whole[1])
-    memory = [statistics.median(each[f"{kind}_megabytes"] for each in record["memory"]) for kind in ("idle", "waiting")]
-    yield Passage(page, "of 1000 streams that wait | {} MB; {} MB |", [f"{value:.0f}" for value in memory])
 
 
 def workloads() -> Iterator[Passage]:

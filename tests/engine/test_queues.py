@@ -1,5 +1,6 @@
 """Who waits costs nothing: the decisions are those of a plain sorted list, without looking at all that wait."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -23,6 +24,7 @@ class SortedList(WaitingQueue):
 
     def __init__(self, policy: Policy, cache: KVCacheManager, running: RunningRequests, aging_steps: int) -> None:
         self.requests: list[Request] = []
+        self.arrivals = itertools.count()
         self.orders: dict[Request, Order] = {}
         self.passed: list[Request] = []
         self.policy, self.cache, self.running, self.aging_steps = policy, cache, running, aging_steps
@@ -36,7 +38,10 @@ class SortedList(WaitingQueue):
     def __contains__(self, request: Request) -> bool:
         return request in self.requests
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, step: int) -> None:
+        request.queue.waiting_since = step
+        if request.queue.arrival < 0:
+            request.queue.arrival = next(self.arrivals)
         self.requests.append(request)
 
     def remove(self, request: Request) -> None:

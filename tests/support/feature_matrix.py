@@ -15,11 +15,10 @@ UNSURE = {"skip", "skipif", "xfail"}
 
 HEAD = """# Features together
 
-Which features of a request work together, and with which division of a model. A request may ask for any of them at
-once, and any mixture of requests shares one batch. "yes" means that tests combine the two; the page is made from the
-marks of these tests (`python -m tests.support.feature_matrix > docs/features.md`), and a test fails if it is not
-current or if a pair has no test. What works with which model type is in [models](models.md#what-works-with-which-type).
-
+A request may ask for any of these features at once, and any mixture of requests shares one batch: {names}.
+Tests combine every two of them; this page is made from the marks of these tests (`python -m
+tests.support.feature_matrix > docs/features.md`), and a test fails if it is not current or if a pair has no test. What
+works with which model type is in [models](models.md#what-works-with-which-type).
 """
 PROMISES = """
 ## What the tests check
@@ -32,9 +31,10 @@ way. On top of that:
 SEVERAL = """
 ## Several ranks
 
-`tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, `ep` is `-tp` with `--enable-expert-parallel`, `DP attention` is that with
-`--enable-dp-attention`. Two or four processes on CPUs: requests get the answers of one process. What each refuses is in
-[several GPUs](parallel.md#what-is-refused).
+Each of these features, and each below, is tried with each division of a model, in two or four processes on CPUs, and
+gets the answers of one process: {divisions}. `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, `ep` is `-tp` with
+`--enable-expert-parallel`, `DP attention` is that with `--enable-dp-attention`. What each refuses is in [several
+GPUs](parallel.md#what-is-refused).
 
 """
 
@@ -74,9 +74,10 @@ def page(tests: Mapping[str, frozenset[str]], promises: Mapping[str, str], besid
     for test, features in tests.items():
         if not features or not features.issubset(known):
             raise SystemExit(f"{test} is marked with {sorted(features)}: features are {', '.join(known)}")
-    matrix = [[name, *(cell([name, other], tests, names) for other in names)] for name in names]
-    checked = table(["feature", "promise"], list(promises.items()))
-    return HEAD + table(["", *names], matrix) + PROMISES + checked
+    for name in names:
+        for other in names:
+            check([name, other], tests, names)
+    return HEAD.format(names=", ".join(names)) + PROMISES + table(["feature", "promise"], list(promises.items()))
 
 
 def several_ranks(tests: Mapping[str, frozenset[str]], rows: Mapping[str, str], divisions: Sequence[str]) -> str:
@@ -84,16 +85,17 @@ def several_ranks(tests: Mapping[str, frozenset[str]], rows: Mapping[str, str], 
 
     Raises SystemExit if a feature is not tried with a division.
     """
-    matrix = [[row, *(cell([row, division], tests, [row, *divisions]) for division in divisions)] for row in rows]
+    for row in rows:
+        for division in divisions:
+            check([row, division], tests, [row, *divisions])
     promised = table(["feature", "promise"], [[row, promise] for row, promise in rows.items() if promise])
-    return SEVERAL + table(["", *divisions], matrix) + "\n" + promised
+    return SEVERAL.format(divisions=", ".join(divisions)) + promised
 
 
-def cell(features: Sequence[str], tests: Mapping[str, frozenset[str]], order: Sequence[str]) -> str:
-    """Yes; raises SystemExit, which names the features in this order, if no test combines them."""
+def check(features: Sequence[str], tests: Mapping[str, frozenset[str]], order: Sequence[str]) -> None:
+    """Raises SystemExit, which names the features in this order, if no test combines them."""
     if not any(theirs.issuperset(features) for theirs in tests.values()):
         raise SystemExit(f"no test combines {' and '.join(sorted({*features}, key=order.index))}")
-    return "yes"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -124,7 +124,7 @@ def speculating(
         set_drafter(llm, oracle)
         core.drafting = AnyLength(None, vocabulary, most)
     else:
-        oracle = Oracle(answers, core.scheduler._arrivals, accuracy, most)
+        oracle = Oracle(answers, core.scheduler.waiting._arrivals, accuracy, most)
         core.drafting = AnyLength(oracle, vocabulary)
     try:
         yield oracle

@@ -62,7 +62,8 @@ class Executor:
         try:
             return self._worker.runner.execute(output)
         except StepTooLarge as error:
-            self._parts = parts = imported("kvern.runner.step_parts:StepParts")(self._worker.runner.execute)
+            parts: StepParts = imported("kvern.runner.step_parts:StepParts")(self._worker.runner.execute)
+            self._parts = parts
             return parts.execute_again(output, error)
 
     def abandon(self) -> None:

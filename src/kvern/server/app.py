@@ -10,15 +10,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from kvern.api.errors import HttpError
 from kvern.errors import KvernError
 from kvern.plugins import imported
 from kvern.server.apis import Apis
 from kvern.server.config import ServerConfig
-from kvern.server.gate import PROBES, Gate
-from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, path_of
+from kvern.server.gate import Gate
+from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.page_files import INDEX, page_files
 from kvern.server.service import Service
@@ -90,7 +90,7 @@ class Server:
             Exception: _broken,
         }
         app = Starlette(routes=routes, exception_handlers=handled)
-        return Gate(_walled(app), self.service, routes)
+        return Gate(app, self.service, routes)
 
     def read_keys(self) -> str:
         """Reads the API keys again, and returns what has changed. Raises ConfigError, and then nothing has changed."""
@@ -185,19 +185,6 @@ class Server:
 
             return json_response(model_entry(name, engine.client.inputs.max_model_len, self.started))
         return json_response(engine.entry(name, self.started))
-
-
-def _walled(app: ASGIApp) -> ASGIApp:
-    """Refuses keys with metrics=1 on every route but those of metrics."""
-
-    async def walled(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["state"]["key"].metrics and path_of(scope) not in PROBES:
-            message = f"an API key with metrics=1 may only read {', '.join(PROBES)}: use another"
-            await error_response(HttpError(403, message), scope)(scope, receive, send)
-        else:
-            await app(scope, receive, send)
-
-    return walled
 
 
 def _lost(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -235,7 +235,12 @@ class Gate:
             return self._app, None
         secret = secret_of(method, headers)
         found = find_key(self._keys.known, secret)
-        return (_no_key(scope, bool(secret)), None) if found is None else (self._app, found)
+        if found is None:
+            return _no_key(scope, bool(secret)), None
+        if found.metrics and path not in PROBES:
+            message = f"an API key with metrics=1 may only read {', '.join(PROBES)}: use another"
+            return error_response(HttpError(403, message), scope), found
+        return self._app, found
 
 
 def client_shown(scope: Scope) -> str:

@@ -389,7 +389,8 @@ class Service:
 
         Raises HttpError, InvalidRequest, InvalidParameter or EngineDied.
         """
-        engine, common, key = self.engine_of(ask.model), ask.common, ask.key
+        engine = self.engine_of(ask.model)
+        common, key = ask.common, ask.key
         namespace = self.namespace(common, key)
         options = replace(common.options, namespace=namespace, owner=key.owner, embed=ask.embed)
         deadline = None if common.timeout is None else asyncio.get_running_loop().time() + common.timeout
