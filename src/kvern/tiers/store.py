@@ -75,6 +75,7 @@ STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(
         "disk": "kvern.tiers.disk:disk",
         "valkey": "kvern.tiers.valkey:valkey",
         "valkeys": "kvern.tiers.valkey:valkeys",
+        "mooncake": "kvern.tiers.mooncake:mooncake",
     },
 )
 """Makers of stores by the KIND of an option KIND:REST. They take REST, and raise ValueError if it is wrong."""
