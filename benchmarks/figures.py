@@ -102,7 +102,7 @@ def over_http() -> Iterator[Passage]:
         for run in read("h200/everyday-use.json")["http"]["runs"]
         if run["load"] in ("burst2", "burst3")
     ]
-    text = "512 at once: the table's record is of one day; bursts of later code gave {} to {} requests/s"
+    text = "512 at once: bursts of later code gave {} to {} requests/s"
     yield Passage("PERFORMANCE.md", text, [f"{min(later):.1f}", f"{max(later):.1f}"])
     rounds = read("h200/steady.json")[
         "http (512 prompts at once, then 200 at 16/s Poisson; 512 in, 128 out; target 15 ms), in this order"
@@ -194,17 +194,6 @@ def divisions() -> Iterator[Passage]:
             value = {"d": found["step_milliseconds"], "p": rate, "m": found["seconds"]}[workload[0]]
             figures.append(number(value))
         yield Passage("parallel.md", text, figures)
-    whole, staged = (
-        [of(name, workload)["seconds"] for workload in ("decode1", "decode32", "mixed256")]
-        for name in ("llama-70b-tp4", "llama-70b-tp2-pp2")
-    )
-    one, many, mixed = (f"{slow / fast:.1f}" for slow, fast in zip(staged, whole, strict=True))
-    text = "two stages of two take {} times as long as tensor 4 for one request, {} times for\n32 and {} times for 256"
-    yield Passage("parallel.md", text, [one, many, mixed])
-    copies = read("h200/ranks.json")["data_parallel"]["two engines of llama-3.1-70b on two cards each"][0]["seconds"]
-    ratios = [of("llama-70b-tp2", "decode1")["seconds"] / whole[0], copies / whole[2]]
-    text = "two copies of two take {} times as long for one request, and {} times for 256"
-    yield Passage("parallel.md", text, [f"{ratio:.1f}" for ratio in ratios])
     killed = read("h200/ranks.json")["a_rank_is_killed"]["seconds_until_streams_go_on"]
     yield Passage("parallel.md", "all streams went on after {} s", [f"{killed:.1f}"])
 
