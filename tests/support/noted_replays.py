@@ -30,7 +30,7 @@ def note(patch: pytest.MonkeyPatch, folder: Path) -> Path:
     """The file into which this process and those that it starts write; they import what lies in the `folder`."""
     (folder / "sitecustomize.py").write_text(
         "from kvern.runner.decode_graphs import DecodeKind\n"
-        "from tests import noted_replays\n"
+        "from tests.support import noted_replays\n"
         "DecodeKind.run = noted_replays.noted\n"
     )
     patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
