@@ -33,8 +33,8 @@ from kvern.images.views import Grid
 from kvern.models.image_models import vision_of
 from kvern.models.loader import LoadOptions, read_config
 from kvern.models.vision import CHANNELS, VisionTower, load_vision
-from kvern.runner.image_rows import attend_patches
 from kvern.runner.loaded_model import VISION_KERNELS
+from kvern.runner.pictures import attend_patches
 from kvern.spec.vision import VisionSpec
 
 MODEL = Path(__file__).parent / "models/qwen3-vl-8b"

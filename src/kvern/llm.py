@@ -155,6 +155,7 @@ class LLM(PythonApi):
     ) -> list[list[float]]:
         """Prompts as vectors of length 1, of which the first `dimensions` are kept, for models trained for that.
 
+        Models that embed images take {"image": path, bytes, data URL or Pillow's} among the prompts.
         Of each prompt the first `truncate_prompt_tokens` are read, -1: as many as the context holds. Raises
         InvalidRequest for other models, and RequestFailed.
         """

@@ -13,6 +13,8 @@ import torch
 from kvern import LLM
 from kvern.errors import ConfigError
 from tests.support.encoders import ENCODERS, make_random
+from tests.support.two_towers import make_two_towers
+from tests.support.vision_models import picture
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,3 +75,25 @@ def test_a_text_that_memory_has_no_room_for_is_refused(tmp_path: Path) -> None:
     folder = make_large("bert", tmp_path)
     with pytest.raises(ConfigError, match=r"max_model_len 700 tokens does not fit|the weights take"):
         LLM(str(folder), dtype="float32", gpu_memory_share=0.001)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_texts_and_images_are_those_of_a_cpu(kind: str, tmp_path: Path) -> None:
+    """Of one space, in steps of both, and alone."""
+    folder = make_two_towers(kind, tmp_path)
+    given: list[Any] = [
+        "a photo of a cat",
+        [5, 9, 17],
+        *({"image": picture(30 + n, 90 - n, n)} for n in range(12)),
+        "a",
+    ]
+    with LLM(str(folder), **CPU) as llm:
+        expected = llm.embed(given)
+    for options in ({}, {"triton_kernels": False}, {"max_batch_tokens": 64}):
+        with LLM(str(folder), dtype="float32", **options) as llm:
+            for vector, other in zip(llm.embed(given), expected, strict=True):
+                assert vector == pytest.approx(other, abs=1e-4), options
+            assert llm.embed(given[7])[0] == pytest.approx(expected[7], abs=1e-4)
+    with LLM(str(folder), dtype="bfloat16") as llm:
+        found = torch.tensor(llm.embed(given))
+    assert torch.nn.functional.cosine_similarity(found, torch.tensor(expected)).min() > 0.99

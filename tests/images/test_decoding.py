@@ -237,8 +237,7 @@ def test_others_go_on_while_an_image_is_decoded(folder: Path) -> None:
 
 def test_a_failing_encoder_ends_its_request_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(folder) as llm:
-        source: Any = core_of(llm).executor._worker.runner.embeddings
-        monkeypatch.setattr(source, "_normalized", lambda patches: patches[:0])
+        monkeypatch.setattr("kvern.runner.image_rows.normalized", lambda patches, settings: patches[:0])
         found = llm.chat([talk(picture(50, 50), "what"), talk("what is this")], PARAMS, on_error="return")
         assert str(found[0].failure).startswith("an image cannot be encoded: ") and found[1].failure is None
         monkeypatch.undo()

@@ -54,9 +54,9 @@ PARTS_OF_FAMILIES = {
     "gemma3": {"spans"},
     "gemma4": {"spans"},
     "gemma4_e": set[str](),
-    "glm4v": {"axes", "bicubic"},
-    "glm4v_moe": {"axes", "bicubic"},
-    "kimi_k25": {"bicubic"},
+    "glm4v": {"axes", "between"},
+    "glm4v_moe": {"axes", "between"},
+    "kimi_k25": {"between"},
     "llava": set[str](),
     "llava_siglip": set[str](),
     "llava_next": set[str](),
@@ -65,7 +65,7 @@ PARTS_OF_FAMILIES = {
     "idefics3": set[str](),
 }
 """The parts of each family among `LEFT_OUT`."""
-LEFT_OUT: dict[str, Any] = {"axes": False, "taps": None, "windows": None, "bicubic": False, "spans": False}
+LEFT_OUT: dict[str, Any] = {"axes": False, "taps": None, "windows": None, "between": "corners", "spans": False}
 """Fields of VisionSpec, and what they are where a part is left out; rows of taps are made, and not added."""
 
 

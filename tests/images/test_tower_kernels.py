@@ -17,7 +17,7 @@ from kvern.layers.step_context import Attend
 from kvern.models.image_models import vision_of
 from kvern.models.loader import LoadOptions, read_config
 from kvern.models.vision import VisionTower, load_vision
-from kvern.runner.image_rows import attend_patches
+from kvern.runner.pictures import attend_patches
 from kvern.runner.plan import CPU_KERNELS
 from kvern.spec import vision
 from tests.support.cache_folder import load_kernels

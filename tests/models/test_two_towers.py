@@ -1,19 +1,25 @@
 """CLIP, SigLIP and SigLIP 2: vectors of texts and of images as transformers makes them, alone and in any batch."""
 
+import base64
+import io
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from kvern import LLM
-from kvern.errors import InvalidRequest, UnsupportedModel
+from kvern.errors import InvalidRequest, RequestFailed, UnsupportedModel
+from kvern.images.naflex import Flexible
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
+from kvern.request.request import PromptInput
 from kvern.spec.model import ModelSpec, Rename
 from kvern.text.tokenizer import Tokenizer
-from tests.support.two_towers import BEGIN, END, LENGTHS, expected_text, make_two_towers
+from tests.support.two_towers import BEGIN, END, LENGTHS, expected_image, expected_text, make_two_towers
+from tests.support.vision_models import picture
 
 TOLERANCE = 1e-4
 KINDS = list(LENGTHS)
@@ -159,3 +165,112 @@ def test_a_mistake_in_the_description_is_noticed(
         vector != pytest.approx(expected_text(folder, token_ids), abs=0.01)
         for token_ids, vector in zip(given, found, strict=True)
     )
+
+
+# Images
+
+
+SIZES = [(32, 32), (90, 60), (31, 200), (300, 7), (1, 1), (64, 64)]
+
+
+def pictures() -> list[Image.Image]:
+    return [picture(width, height, number) for number, (width, height) in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_those_of_transformers(kind: str, kernels: bool, folders: dict[str, Path]) -> None:
+    """Alone, and among others and texts, in the order in which they are given."""
+    folder, images, words = folders[kind], pictures(), texts(kind, 4, 6)
+    given: list[Any] = [
+        item for pair in zip(({"type": "image", "image": one} for one in images), words, strict=True) for item in pair
+    ]
+    with LLM(str(folder), threads=1, cpu_kernels=kernels) as llm:
+        found = llm.embed(given)
+        for vector, image in zip(found[::2], images, strict=True):
+            assert vector == pytest.approx(expected_image(folder, image), abs=TOLERANCE), image.size
+        for vector, token_ids in zip(found[1::2], words, strict=True):
+            assert vector == pytest.approx(expected_text(folder, token_ids), abs=TOLERANCE)
+        for image, vector in zip(images, found[::2], strict=True):
+            assert llm.embed({"image": image})[0] == pytest.approx(vector, abs=1e-5)
+        statistics = llm.statistics()
+        assert (statistics.decoded_images, statistics.encoded_images, statistics.waiting) == (12, 12, 0)
+    assert cosine(found[0], found[2]) < 0.99
+
+
+def test_forms_of_images(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, image = folders["clip"], picture(50, 40)
+    file = tmp_path / "picture.png"
+    image.save(file)
+    data = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+    given: list[Any] = [
+        {"type": "image", "image": file},
+        {"image": file.read_bytes()},
+        {"type": "image_url", "image_url": {"url": data}},
+        {"prompt": "", "multi_modal_data": {"image": image}},
+        PromptInput([], (file.read_bytes(),)),
+        {"type": "text", "text": "a photo"},
+    ]
+    with LLM(str(folder), threads=1) as llm:
+        found = llm.embed(given)
+        for vector in found[:5]:
+            assert vector == pytest.approx(expected_image(folder, image), abs=TOLERANCE)
+        assert found[5] == llm.embed("a photo")[0]
+        assert len(llm.embed({"image": image}, dimensions=7)[0]) == 7
+        for wrong, reason in (
+            (
+                {"image": image, "text": "a"},
+                "the prompt has a text and an image: an embedding is of one text or of one",
+            ),
+            ({"prompt": "a", "multi_modal_data": {"image": image}}, "a prompt has 1 images and a text"),
+            (
+                {"prompt": "", "multi_modal_data": {"image": [image, image]}},
+                "a prompt has 2 images: an embedding is of",
+            ),
+            ({"image": b"GIF89a"}, "the prompt: this is no image in one of the formats"),
+            ({"image": "https://example.org/a.png"}, "this server opens no addresses"),
+            (PromptInput([5], (b"a", b"b")), "the prompt has 2 images: an embedding is of one"),
+        ):
+            with pytest.raises(InvalidRequest, match=reason):
+                llm.embed(wrong)
+
+
+def test_images_for_models_that_read_none(tmp_path: Path) -> None:
+    folder, image = make_two_towers("clip", tmp_path), picture(20, 20)
+    (folder / "preprocessor_config.json").unlink()
+    with LLM(str(folder), threads=1) as llm:
+        with pytest.raises(InvalidRequest, match="the prompt is an image: clip reads texts alone; leave it out"):
+            llm.embed({"image": image})
+        assert llm.embed("a photo")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_in_another_order_are_noticed(kind: str, folders: dict[str, Path]) -> None:
+    one, other = picture(40, 40, 1), picture(40, 40, 2)
+    with LLM(str(folders[kind]), threads=1) as llm:
+        found = llm.embed([{"image": one}, {"image": other}])
+    expected = [expected_image(folders[kind], image) for image in (other, one)]
+    assert all(cosine(*pair) < 0.9999 for pair in zip(found, expected, strict=True))
+
+
+def test_a_damaged_image_fails_alone(folders: dict[str, Path]) -> None:
+    stream = io.BytesIO()
+    picture(80, 80).save(stream, "PNG")
+    damaged = stream.getvalue()[:-400]
+    given: list[Any] = [{"image": picture(30, 30)}, {"image": damaged}, "a photo"]
+    with LLM(str(folders["siglip"]), threads=1) as llm:
+        with pytest.raises(RequestFailed, match=r"1 of 3 requests failed.*its content cannot be read: an image cannot"):
+            llm.embed(given)
+        assert llm.embed({"image": picture(30, 30)})[0] == pytest.approx(
+            expected_image(folders["siglip"], picture(30, 30)), abs=TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("width", [1, 16, 37, 500, 4000])
+def test_sizes_of_pictures_that_keep_their_shape(width: int) -> None:
+    from transformers.models.siglip2.image_processing_pil_siglip2 import get_image_size_for_max_num_patches
+
+    for height in (1, 20, 33, 480, 3999):
+        for most in (1, 20, 256):
+            expected = get_image_size_for_max_num_patches(height, width, 16, most)
+            assert Flexible(16, most).size(width, height) == expected[::-1]

@@ -11,6 +11,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 BEGIN, END = 318, 319
+NAFLEX: dict[str, Any] = {"patch_size": 8, "max_num_patches": 20}
 LENGTHS = {"clip": 40, "siglip": 24, "siglip2": 24}
 """The most tokens of a text."""
 _TEXT = {
@@ -54,8 +55,21 @@ def make_two_towers(kind: str, folder: Path, *, end: int = END, **fields: Any) -
             else:
                 parameter.copy_(noise * parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
+    processor_of(kind).save_pretrained(folder)
     _save_tokenizer(kind, folder)
     return folder
+
+
+def processor_of(kind: str) -> Any:
+    """The image processor of a kind, as transformers has it with Pillow."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    side: dict[str, Any] = {"height": 32, "width": 32}
+    if kind == "clip":
+        return CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=side)
+    return SiglipImageProcessorPil(size=side) if kind == "siglip" else Siglip2ImageProcessorPil(**NAFLEX)
 
 
 def _save_tokenizer(kind: str, folder: Path) -> None:
@@ -80,6 +94,16 @@ def reference(folder: Path) -> Any:
     from transformers import AutoModel
 
     return AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def expected_image(folder: Path, image: Any) -> list[float]:
+    """The normalized vector of one picture of Pillow."""
+    model = reference(folder)
+    processor = processor_of(model.config.model_type)
+    with torch.inference_mode():
+        found = model.get_image_features(**processor(image, return_tensors="pt")).pooler_output[0]
+    vector: list[float] = torch.nn.functional.normalize(found, dim=0).tolist()
+    return vector
 
 
 def expected_text(folder: Path, token_ids: Sequence[int]) -> list[float]:

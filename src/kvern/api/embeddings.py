@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings: texts as vectors, of length 1 unless `normalize` is false."""
+"""OpenAI's /v1/embeddings: texts and images as vectors, of length 1 unless `normalize` is false."""
 
 import base64
 from array import array
@@ -6,20 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvern.api.completions import read_encoding, read_prompts
+from kvern.api.completions import read_encoding
+from kvern.api.embedding_inputs import Input, read_inputs
 from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import COMMON_FIELDS, WITHOUT_EFFECT, CommonFields, Refused, read_common, typed
 from kvern.api.unknown_fields import check_extras
 from kvern.engine.embedding import embedding_of
-from kvern.engine.inputs import Prompt
 from kvern.request.outputs import RequestOutput
+from kvern.text.content import MediaPart
 from kvern.tools.encoding import Encoding
 
 EMBEDDINGS = "/v1/embeddings"
-MOST_TEXTS = 2048
-"""OpenAI's limit: some clients send a thousand texts at once."""
 FIELDS = frozenset(
-    {"input", "encoding_format", "dimensions", "normalize", "use_activation", "add_special_tokens"}
+    {"input", "messages", "encoding_format", "dimensions", "normalize", "use_activation", "add_special_tokens"}
     | {"truncate_prompt_tokens", "truncation_side"}
 )
 KNOWN = FIELDS | WITHOUT_EFFECT | set(COMMON_FIELDS)
@@ -38,35 +37,39 @@ REFUSED: Refused = {
     "late_chunking": ((False,), "each text has a vector of its own"),
     "return_multivector": ((False,), "each text has one vector"),
     **dict.fromkeys(("pooling", "pooling_type"), ((), "texts are pooled as the model's folder says")),
-    **dict.fromkeys(("messages", "text", "texts", "inputs", "images"), (([],), "send texts as input")),
+    **dict.fromkeys(("text", "texts", "inputs", "images"), (([],), "send texts as input")),
 }
 """Fields of other servers that would change the vectors, with the values that change nothing and advice."""
+OF_TEXTS_ALONE: Refused = {"messages": (([],), "this model embeds texts without a chat template; send texts as input")}
 
 
 @dataclass(frozen=True)
 class EmbeddingBody:
-    """Texts to embed: the first `dimensions` of each vector are wanted, as `number_format` float or base64.
+    """Texts and images to embed: the first `dimensions` of each vector are wanted, as `number_format` float or base64.
 
     `encoding` is how texts are tokenized; None is the default.
     """
 
-    prompts: list[Prompt]
+    inputs: list[Input]
     encoding: Encoding | None
     number_format: str
     dimensions: int | None
     normalize: bool
     common: CommonFields
 
+    @property
+    def images(self) -> list[bool]:
+        """Of each input whether it is an image."""
+        return [isinstance(one, MediaPart) for one in self.inputs]
 
-def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
-    """Checks a body. Raises HttpError."""
-    check_extras(body, FIELDS, REFUSED)
+
+def read_embedding(body: Mapping[str, Any], reads_images: bool = False) -> EmbeddingBody:
+    """Checks a body for a model that embeds texts, and images or not. Raises HttpError."""
+    check_extras(body, FIELDS, REFUSED if reads_images else {**REFUSED, **OF_TEXTS_ALONE})
     number_format = typed(body, "encoding_format", str, "float")
     if number_format not in ("float", "base64"):
         raise wrong_value("encoding_format", number_format, "float or base64")
     dimensions = typed(body, "dimensions", int, None)
-    if "input" not in body:
-        raise HttpError(400, "input is missing: a text, a list of token ids, or a list of these", param="input")
     normalize = typed(body, "normalize", bool, None)
     activation = typed(body, "use_activation", bool, normalize)
     if normalize not in (None, activation):
@@ -75,17 +78,21 @@ def read_embedding(body: Mapping[str, Any]) -> EmbeddingBody:
     encoding = read_encoding(body, special=True, side="right")
     if encoding is not None:
         encoding = replace(encoding, keeps_special=encoding.add_special_tokens)
-    prompts = read_prompts(body, "input", MOST_TEXTS)
-    return EmbeddingBody(prompts, encoding, number_format, dimensions, activation is not False, read_common(body))
+    inputs = read_inputs(body)
+    return EmbeddingBody(inputs, encoding, number_format, dimensions, activation is not False, read_common(body))
 
 
 def embedding_answer(outputs: Sequence[RequestOutput], model: str, asked: EmbeddingBody) -> dict[str, Any]:
-    """Returns the vectors of the prompts. Raises InvalidParameter if the model's vectors have too few dimensions."""
+    """Returns the vectors of the inputs. Raises InvalidParameter if the model's vectors have too few dimensions."""
     data = []
     for index, output in enumerate(outputs):
         vector = embedding_of(output.embedding or b"", asked.dimensions, asked.normalize)
         value = vector if asked.number_format == "float" else base64.b64encode(array("f", vector).tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": value})
     tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    usage: dict[str, Any] = {"prompt_tokens": tokens, "total_tokens": tokens}
+    if seen := sum(
+        len(output.prompt_token_ids) for output, is_image in zip(outputs, asked.images, strict=True) if is_image
+    ):
+        usage["prompt_tokens_details"] = {"image_tokens": seen}
     return {"object": "list", "data": data, "model": model, "usage": usage}

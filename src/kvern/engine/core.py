@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvern.drafting.drafting import Drafting
-from kvern.engine.loop import EngineLoop
+from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """Seconds that an idle engine waits for a grammar before it looks for messages."""
-LOADING_SECONDS = 0.001
-"""Seconds that an engine rests while all of its requests wait for loads, before it looks again."""
 
 
 class CoreTiming(NamedTuple):

@@ -1,12 +1,14 @@
 """The loop of an encoder: a step reads whole texts, as many as fit, and then each of them has ended.
 
     add / abort --> waiting, in the policy's order --start--> steps in flight --result--> TokenEvents
+     images --> picture_queue.py --^
 
 There is no KV cache and nothing that a step leaves for the next one. What waits is taken in order until the budget of
 tokens is full; a text that is longer than that runs alone. Texts of a step do not see each other, and are not padded.
 On a GPU the next step is made while the one before is computed.
 
-A step that raises is run again in halves, until the text that raises stands alone and ends.
+A step that raises is run again in halves, until the text that raises stands alone and ends. An image is a text of as
+many tokens as it has patches.
 """
 
 import heapq
@@ -18,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvern.config import EngineConfig
-from kvern.engine.loop import EngineLoop
+from kvern.engine.loop import LOADING_SECONDS, EngineLoop
+from kvern.engine.picture_queue import PictureQueue, Text
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import InvalidAdapter, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
@@ -29,16 +32,6 @@ if TYPE_CHECKING:
     from kvern.runner.encoder_runner import EncoderRunner, PendingTexts
 
 logger = logging.getLogger("kvern")
-
-
-@dataclass(frozen=True)
-class Text:
-    """A request that waits: since when, by the monotonic clock, and since which step."""
-
-    name: str
-    spec: RequestSpec
-    arrived_at: float
-    arrived_in: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class EncoderCore(EngineLoop):
     """Drives a runner, as `EngineCore` drives an executor.
 
     A step has `most_tokens` at most, but for a single text, and `most_texts`; `depth` of them are in flight at most.
-    `note` is told the ids of a step's requests before it begins.
+    `watch` is told the ids of a step's requests before it begins. `pictures` decodes images; None: none are read.
     """
 
     def __init__(
@@ -67,8 +60,10 @@ class EncoderCore(EngineLoop):
         most_texts: int,
         depth: int = 1,
         watch: StepWatch | None = None,
+        pictures: PictureQueue | None = None,
     ) -> None:
         self._runner = runner
+        self._pictures = pictures
         self._watch = watch
         self._policy, self._aging_steps = config.policy, config.aging_steps
         self._most_tokens = most_tokens
@@ -81,12 +76,13 @@ class EncoderCore(EngineLoop):
         """A heap that may still hold texts that have ended."""
         self._failed: deque[list[Text]] = deque()
         """Parts of steps that failed, each to be run alone."""
+        self._enqueued = 0
         self._counted = EngineStatistics()
 
     @property
     def has_work(self) -> bool:
         """A call of `step` would do something."""
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._running or self._pictures)
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue a text. There is never any progress that an earlier engine could have made."""
@@ -94,15 +90,25 @@ class EncoderCore(EngineLoop):
         self._counted.prompt_tokens += spec.prompt_length
         (name,) = spec.answer_ids
         text = Text(name, spec, time.monotonic(), self._counted.steps)
-        self._waiting[name] = text
-        key = {"priority": spec.priority, "sjf": spec.prompt_length}.get(self._policy, 0)
-        heapq.heappush(self._order, (key, spec.turn, self._counted.requests, text))
+        if spec.prompt.attachments:
+            assert self._pictures is not None, "the model reads no images"
+            self._pictures.add(text)
+        else:
+            self._enqueue(text)
+
+    def _enqueue(self, text: Text) -> None:
+        self._waiting[text.name] = text
+        key = {"priority": text.spec.priority, "sjf": text.spec.prompt_length}.get(self._policy, 0)
+        self._enqueued += 1
+        heapq.heappush(self._order, (key, text.spec.turn, self._enqueued, text))
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
     ) -> None:
         """End requests from outside; ended ones are ignored."""
         for request_id in request_ids:
+            if self._pictures is not None and self._pictures.remove(request_id):
+                continue
             if self._waiting.pop(request_id, None) is None:
                 for step in self._running:
                     step.aborted.add(request_id)
@@ -112,6 +118,8 @@ class EncoderCore(EngineLoop):
 
         A step that raises an Exception ends the text that causes it.
         """
+        if failed := self._take_decoded():
+            return failed
         if texts := self._next():
             self._counted.steps += 1
             self._counted.computed_tokens += (tokens := sum(text.spec.prompt_length for text in texts))
@@ -122,14 +130,18 @@ class EncoderCore(EngineLoop):
             began = time.monotonic()
             for text in texts:
                 del self._waiting[text.name]
+            if self._pictures is not None:
+                self._pictures.taken([text.name for text in texts])
             try:
-                pending = self._runner.start([text.spec.prompt for text in texts])
+                pending = self._runner.start([text.picture or text.spec.prompt for text in texts])
             except Exception as error:
                 return self._blame(texts, error)
             self._running.append(RunningStep(texts, pending, began))
             if len(self._running) < self._depth:
                 return []
         if not self._running:
+            if self._pictures:
+                time.sleep(LOADING_SECONDS)
             return []
         step = self._running.popleft()
         try:
@@ -138,11 +150,21 @@ class EncoderCore(EngineLoop):
             return self._blame([text for text in step.texts if text.name not in step.aborted], error)
         if self._watch is not None:
             self._watch.ended()
+        self._counted.encoded_images += sum(text.picture is not None for text in step.texts)
         return [
             TokenEvent(text.name, finish_reason="stop", queue_seconds=step.began - text.arrived_at, embedding=result)
             for text, result in zip(step.texts, results, strict=True)
             if text.name not in step.aborted
         ]
+
+    def _take_decoded(self) -> list[TokenEvent]:
+        """Let requests wait for a step whose image is decoded; the events of those that have none."""
+        if self._pictures is None:
+            return []
+        ready, failed = self._pictures.finished()
+        for text in ready:
+            self._enqueue(text)
+        return [TokenEvent(text.name, finish_reason="abort", stop_reason=reason) for text, reason in failed]
 
     def _next(self) -> list[Text]:
         """Returns the texts of the next step: a part of one that failed, or the first by the policy."""
@@ -185,6 +207,9 @@ class EncoderCore(EngineLoop):
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
         self._counted.waiting = len(self._waiting)
+        if self._pictures is not None:
+            self._counted.waiting += len(self._pictures)
+            self._counted.decoded_images = self._pictures.decoded
         self._counted.running = sum(len(step.texts) for step in self._running)
         return self._counted
 

@@ -87,12 +87,15 @@ def build_core(
         check_ranks(config, folder, spec)
     if spec.encoder is not None:
         from kvern.engine.encoder_core import EncoderCore
+        from kvern.engine.picture_queue import PictureQueue
+        from kvern.runner.decoders import Decoders
         from kvern.runner.encoder_runner import start_encoder
 
-        runner, layout = start_encoder(config, folder, spec, startup)
+        vision = vision_here(config, folder)
+        runner, layout = start_encoder(config, folder, spec, startup, vision)
         sizes = layout.max_batch_tokens, layout.max_batch_requests, layout.depth
-        encoder = EncoderCore(runner, config, *sizes, watch)
-        return encoder, spec, layout
+        pictures = None if vision is None else PictureQueue(Decoders(folder))
+        return EncoderCore(runner, config, *sizes, watch, pictures), spec, layout
     draft = draft_folder(config, folder, resolve_device(config).type)
     if config.ranks > 1:
         from kvern.runner.ranks.rank_executors import start_ranks

@@ -25,12 +25,14 @@ from kvern.tools.encoding import LONGEST_TRUNCATED
 
 if TYPE_CHECKING:
     from kvern.engine.breakers import BreakerFinder
+    from kvern.images.embedded import PictureReader
     from kvern.images.prompt import ImageReader
     from kvern.sample.processors import Processors
 
 Prompt = str | Sequence[int] | PromptInput
 Messages = Sequence[Mapping[str, Any]]
 
+ONE_INPUT = "an embedding is of one text or of one image; send each as an input of its own"
 LONGEST_DIGEST = 64
 """Bytes that name the content behind a token."""
 MOST_AT_ONCE = 4096
@@ -68,6 +70,7 @@ class InputProcessor:
         self.max_model_len = limits.max_model_len
         self.vocab_size = model.vocab_size
         self.model = model
+        self._images_in_prompts = model.reads_images and not model.is_encoder
         self._refusal = _refusal(model)
         self._eos_token_ids = frozenset(token for token in tokenizer.eos_token_ids if token < model.vocab_size)
         self.grammars = grammars_of(folder, model.vocab_size, grammars_apart)
@@ -80,7 +83,7 @@ class InputProcessor:
             config.reasoning_parser,
             limits.max_model_len,
             self._refusal,
-            (lambda: self.images) if model.reads_images else _unread(folder),
+            (lambda: self.images) if self._images_in_prompts else _unread(folder),
         )
         self.chat.warn_of_template()
         self._seed = config.seed
@@ -156,11 +159,13 @@ class InputProcessor:
             read = msgspec.structs.replace(prompt, token_ids=as_list(prompt.token_ids))
         else:
             read = PromptInput(as_list(prompt))
+        if read.attachments and self.model.is_encoder and self.model.reads_images:
+            return self._embedder.checked(read)
         self._check_tokens(read.token_ids, len(read.attachments))
         _check_contents(read, self.model)
         if len(read) < self.model.padded:
             return self._padded(read)
-        return self._checked_spans(self.images.checked(read)) if self.model.reads_images else read
+        return self._checked_spans(self.images.checked(read)) if self._images_in_prompts else read
 
     def _padded(self, prompt: PromptInput) -> PromptInput:
         """A text of the length that all have. Raises InvalidRequest."""
@@ -183,6 +188,25 @@ class InputProcessor:
             )
         return prompt
 
+    def picture(self, part: Mapping[str, Any], place: str) -> PromptInput:
+        """An image, for an encoder that reads images. `part` has it as a part of a message does, `place` names it.
+
+        Raises InvalidRequest.
+        """
+        if not self.model.reads_images:
+            raise InvalidRequest(f"{place} is an image: {self.model.model_type} reads texts alone; leave it out")
+        if not self.model.is_encoder:
+            raise InvalidRequest(f"{place} is an image: alone it is no prompt for this model; send a conversation")
+        return self._embedder.prompt(part, place)
+
+    @functools.cached_property
+    def _embedder(self) -> "PictureReader":
+        from kvern.images.embedded import PictureReader
+
+        spec = vision_of(read_json(self._folder / "config.json"))
+        assert spec is not None, "the model reads no images"
+        return PictureReader.of(self._folder, spec)
+
     def with_images(self, text: str | list[int], media: Mapping[str, Any]) -> PromptInput:
         """A prompt with images at its placeholders, as vLLM has it. Raises InvalidRequest."""
         if not isinstance(media, Mapping) or media.keys() - {"image"} or not self.model.reads_images:
@@ -191,6 +215,10 @@ class InputProcessor:
             raise InvalidRequest(f"multi_modal_data has {names}: it may have {reads}")
         images = media.get("image") or []
         several = images if isinstance(images, list | tuple) else [images]
+        if self.model.is_encoder:
+            if len(several) != 1 or text:
+                raise InvalidRequest(f"a prompt has {len(several)} images{' and a text' if text else ''}: {ONE_INPUT}")
+            return self.picture({"image": several[0]}, "image 0")
         if isinstance(text, str):
             text = self.tokenizer.encode(self.images.placed(text), most_tokens=self.max_model_len)
         files = [self.images.read({"image": image}, f"image {number}") for number, image in enumerate(several)]

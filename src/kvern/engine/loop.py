@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvern.runner.ranks.experts import LayerCounts
 
 logger = logging.getLogger("kvern")
+LOADING_SECONDS = 0.001
+"""Seconds that an engine rests while all of its requests wait for loads, before it looks again."""
 
 
 class EngineLoop(ABC):

@@ -15,7 +15,7 @@ from kvern.io.files import read_object
 from kvern.plugins import imported
 from kvern.spec.vision import ImageTokens, VisionSpec
 
-SIZES = {"size", "max_pixels", "max_soft_tokens", "in_patch_limit"}
+SIZES = {"size", "max_pixels", "max_soft_tokens", "in_patch_limit", "max_num_patches"}
 """Settings of image processors that say how large images are, of which one is there."""
 BICUBIC = 3
 """Pillow's number of the filter."""

@@ -19,6 +19,8 @@ VISION = {
     "gemma3": "kvern.models.families.gemma3_vision:gemma3",
     "gemma4": "kvern.models.families.gemma4_vision:gemma4",
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), "kvern.models.families.glm_vision:glm4v"),
+    "clip": "kvern.models.families.clip:clip_vision",
+    **dict.fromkeys(("siglip", "siglip2"), "kvern.models.families.clip:siglip_vision"),
     "kimi_k25": "kvern.models.families.kimi_vision:kimi_k25",
     "internvl": "kvern.models.families.internvl:internvl_vision",
     "llava": "kvern.models.families.llava:llava_vision",

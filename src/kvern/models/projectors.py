@@ -1,6 +1,7 @@
 """The ways from an encoder's states of patches to rows of embeddings for the language model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -9,13 +10,22 @@ from torch import Tensor
 
 from kvern.images.views import Grid
 from kvern.layers.build import Build
+from kvern.layers.embedding import Table
 from kvern.layers.linear import column, row
 from kvern.layers.loadable import Loadable, copy_rows
-from kvern.layers.mlp import GatedMLP
+from kvern.layers.mlp import GatedMLP, make_mlp
 from kvern.layers.module import Identity, Module
 from kvern.layers.norm import Norm
 from kvern.spec.model import MlpSpec
-from kvern.spec.vision import GatedSpec, MatrixSpec, MergingSpec, PoolingSpec, ProjectorSpec
+from kvern.spec.vision import (
+    GatedSpec,
+    LeadSpec,
+    MatrixSpec,
+    MergingSpec,
+    PoolingSpec,
+    ProbeSpec,
+    ProjectorSpec,
+)
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "silu": F.silu}
 
@@ -117,6 +127,47 @@ class MatrixProjector(Module):
         return rows
 
 
+class LeadProjector(Module):
+    """The row of each piece from the state that leads it; see LeadSpec."""
+
+    def __init__(self, spec: LeadSpec, width: int, build: Build) -> None:
+        super().__init__()
+        self.linear = column(build, width, {"linear": spec.hidden})
+
+    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        rows: Tensor = self.linear(states)
+        return rows
+
+
+class ProbeProjector(Module):
+    """The row of each piece that a learned query finds; see ProbeSpec."""
+
+    def __init__(self, spec: ProbeSpec, width: int, build: Build) -> None:
+        super().__init__()
+        self._heads = spec.heads
+        self.probe = Table("probe", 1, width, build)
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), width)
+        self.qkv_proj = column(build, width, parts, bias=True, fused="qkv_proj")
+        self.o_proj = row(build, width, "o_proj", spec.hidden, bias=True)
+        self.norm = Norm(spec.norm, spec.hidden, "norm", build)
+        self.mlp = make_mlp(spec.hidden, spec.mlp, build.at("mlp"))
+
+    def forward(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        query, key, value = self.qkv_proj(torch.cat((self.probe.weight, states))).chunk(3, 1)
+        found, first = [], 1
+        for cells, group in groupby(grid.cells for grid in grids):  # pieces of one size attend together
+            count = len(list(group))
+            rows = slice(first, first + count * cells)
+            shape = (count, cells, self._heads, -1)
+            keys, values = (part[rows].reshape(shape).transpose(1, 2) for part in (key, value))
+            probes = query[:1].reshape(1, 1, self._heads, -1).transpose(1, 2).expand(count, -1, -1, -1)
+            found.append(F.scaled_dot_product_attention(probes, keys, values).flatten(1))
+            first = rows.stop
+        attended = self.o_proj(torch.cat(found))
+        rows_found: Tensor = attended + self.mlp(self.norm(attended))
+        return rows_found
+
+
 def side_by_side(states: Tensor, grids: Sequence[Grid], size: int, *, channels_first: bool = False) -> Tensor:
     """The states of `size` x `size` neighbours side by side, or the channels of all: `[tokens, width * size^2]`."""
     order = (0, 2, 4, 1, 3) if channels_first else (0, 2, 1, 3, 4)
@@ -132,6 +183,8 @@ PROJECTORS: Mapping[type, Callable[[Any, int, Build], Module]] = {
     PoolingSpec: PoolingProjector,
     GatedSpec: GatedProjector,
     MatrixSpec: MatrixProjector,
+    LeadSpec: LeadProjector,
+    ProbeSpec: ProbeProjector,
 }
 """The projector of each kind of spec: called with the spec, the width of the states, and the build."""
 

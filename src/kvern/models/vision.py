@@ -1,7 +1,7 @@
 """The encoder of images: pixels of patches in, rows of embeddings for the language model out."""
 
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,9 +30,15 @@ from kvern.models.projectors import projector
 from kvern.models.weighted import WeightedModel
 from kvern.plugins import imported
 from kvern.spec.model import ModelSpec
-from kvern.spec.vision import PatchRopeSpec, VisionSpec
+from kvern.spec.vision import LeadSpec, PatchRopeSpec, VisionSpec
 
 CHANNELS = 3
+BETWEEN: Mapping[str, dict[str, Any]] = {
+    "corners": {"mode": "bilinear", "align_corners": True},
+    "centres": {"mode": "bilinear", "antialias": True},
+    "cubic": {"mode": "bicubic"},
+}
+"""PyTorch's options for positions between learned ones; see `VisionSpec.between`."""
 MakeAttend = Callable[[Sequence[int], bool], Attend]
 """Makes an `Attend` of the lengths of runs of patches that see themselves; with True a `SlicedAttend` of one run."""
 
@@ -87,10 +93,10 @@ class PatchRope(Module):
 class PositionTable(Module):
     """A square table of learned positions, `side` on each side, between which the patches of any grid lie evenly."""
 
-    def __init__(self, side: int, width: int, build: Build, *, bicubic: bool, lead: bool) -> None:
+    def __init__(self, side: int, width: int, build: Build, *, between: str, lead: bool) -> None:
         super().__init__()
         self._side = side
-        self._how: dict[str, Any] = {"mode": "bicubic"} if bicubic else {"mode": "bilinear", "align_corners": True}
+        self._how = BETWEEN[between]
         self.pos_embed = Table("pos_embed", side * side + lead, width, build)
 
     def forward(self, grids: Sequence[Grid]) -> Tensor:
@@ -106,9 +112,9 @@ class PositionTable(Module):
 
     def _weights(self, count: int, device: torch.device) -> Tensor:
         """The share `[count, side]` that each entry of one axis has in each of `count` places between them."""
-        entries = torch.eye(self._side, device=device)[None, :, :, None]
-        found = F.interpolate(entries, (count, 1), **self._how)
-        return found[0, :, :, 0].t()
+        entries = torch.eye(self._side, device=device)[None, :, None]
+        found = F.interpolate(entries, (1, count), **self._how)  # with the axis before it PyTorch takes means wrongly
+        return found[0, :, 0].t()
 
 
 class AxisTables(Module):
@@ -193,7 +199,7 @@ class VisionTower(WeightedModel):
             if index + 1 < len(self.layers):
                 yield None
         states = self.last_norm(_in_rows(hidden if update is None else hidden + update, order))
-        yield torch.cat((self.projector(self._of_patches(states, grids), grids), *tapped), 1)
+        yield torch.cat((self.projector(self._projected(states, grids), grids), *tapped), 1)
 
     def rotation(self, grids: Sequence[Grid], order: Tensor | None) -> Rotation:
         """The rotation of all states, as layers take it; `order`: as of `windows_of`, on the device."""
@@ -213,11 +219,12 @@ class VisionTower(WeightedModel):
         pieces = torch.split(states, [grid.cells for grid in grids])
         return torch.cat([part for piece in pieces for part in (first, piece)])
 
-    def _of_patches(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """The states without the leading ones."""
+    def _projected(self, states: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The states that the projector reads: the leading ones, or all others."""
         if self.lead is None:
             return states
-        return torch.cat([piece[1:] for piece in torch.split(states, [grid.cells + 1 for grid in grids])])
+        read = slice(0, 1) if isinstance(self.vision.projector, LeadSpec) else slice(1, None)
+        return torch.cat([piece[read] for piece in torch.split(states, [grid.cells + 1 for grid in grids])])
 
     def in_order(self, rows: Tensor, order: Order | None) -> Tensor:
         """The rows of an image's tokens from `forward`'s rows of its pieces; see `Resizing.order`."""
@@ -233,7 +240,7 @@ def _positions(spec: VisionSpec, build: Build) -> Module | None:
         return None
     if spec.by_axis:
         return AxisTables(spec.table, spec.tower.hidden_size, build)
-    return PositionTable(spec.table, spec.tower.hidden_size, build, bicubic=spec.bicubic, lead=spec.lead)
+    return PositionTable(spec.table, spec.tower.hidden_size, build, between=spec.between, lead=spec.lead)
 
 
 def in_slices(

@@ -1,9 +1,11 @@
-"""Steps of an encoder: texts in, what the model makes of each out; nothing outlives a step."""
+"""Steps of an encoder: texts and images in, what the model makes of each out; nothing outlives a step."""
 
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -14,29 +16,37 @@ from kvern.cpu.cores import cpu_threads
 from kvern.device.text_batch import TextBatch, build_text_batch
 from kvern.device.transfer import fetch
 from kvern.errors import ConfigError
+from kvern.images.settings import settings_of
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.step_context import Attend
 from kvern.layers.unquantized import Unquantized
 from kvern.models.encoder import Encoder
 from kvern.models.loader import LoadOptions, choose_dtype, load_encoder, read_config
+from kvern.models.vision import load_vision
 from kvern.request.request import PromptInput
 from kvern.runner.device import refuse, resolve_device
 from kvern.runner.gpu_checks import check_dtype, check_weights_fit
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
 from kvern.runner.loaded_model import Stored
 from kvern.runner.memory import MARGIN_BYTES, DeviceMemory
+from kvern.runner.pictures import Picture, PictureEncoder
 from kvern.runner.plan import CPU_KERNELS, Layout, Plan, ProbedDevice, agree, resolve_max_model_len
 from kvern.runner.startup import Startup
 from kvern.spec.model import ModelSpec
+from kvern.spec.vision import VisionSpec
 
 logger = logging.getLogger("kvern")
 
 
+Input = PromptInput | Picture
+"""A text, or an image that was decoded."""
+
+
 class PendingTexts:
-    """The result of a step of texts, which the device may still compute."""
+    """The result of a step of texts and images, which the device may still compute."""
 
     def __init__(self, found: torch.Tensor, order: Sequence[int]) -> None:
-        """`found` [S, ...] float32, a row of each text; `order` are the texts' places in the step."""
+        """`found` [S, ...] float32, a row of each input; `order` are the inputs' places in the step."""
         self._found, self._order = fetch(found), order
         self._done: torch.cuda.Event | None = None
         if found.device.type == "cuda":
@@ -44,7 +54,7 @@ class PendingTexts:
             self._done.record()
 
     def result(self) -> list[bytes]:
-        """Wait for the device. Of each text its vector, or what the head judges it by: float32, little-endian."""
+        """Wait for the device. Of each input its vector, or what the head judges it by: float32, little-endian."""
         if self._done is not None:
             self._done.synchronize()
         results = dict(zip(self._order, self._found.numpy(), strict=True))
@@ -52,10 +62,16 @@ class PendingTexts:
 
 
 class EncoderRunner:
-    """Runs steps of at most `most_texts` texts and `most_tokens` tokens through an encoder."""
+    """Runs steps of at most `most_texts` texts and `most_tokens` tokens through an encoder.
 
-    def __init__(self, encoder: Encoder, most_tokens: int, most_texts: int) -> None:
+    `pictures` encodes images; None: the model reads none.
+    """
+
+    def __init__(
+        self, encoder: Encoder, most_tokens: int, most_texts: int, pictures: PictureEncoder | None = None
+    ) -> None:
         self._encoder, self._device = encoder, encoder.build.device
+        self.pictures = pictures
         layers, build = encoder.spec.attentions, encoder.build
         self._attend: Callable[[TextBatch], Attend] = partial(TorchAttend, layers)
         if "texts" in build.kernels:
@@ -66,12 +82,21 @@ class EncoderRunner:
             self._attend = CompiledTexts(layers, build.dtype, most_tokens, most_texts).attend
 
     @torch.inference_mode()
-    def start(self, texts: Sequence[PromptInput]) -> PendingTexts:
+    def start(self, inputs: Sequence[Input]) -> PendingTexts:
         """Start computing; on a CPU it is done then."""
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))  # neighbours of one length are faster
+        texts = [(len(item), index, item) for index, item in enumerate(inputs) if isinstance(item, PromptInput)]
+        texts.sort(key=itemgetter(0))  # neighbours of one length are faster
+        pictures = [(index, item) for index, item in enumerate(inputs) if isinstance(item, Picture)]
         try:
-            batch = build_text_batch([texts[index] for index in order], self._encoder.encoder, self._device)
-            return PendingTexts(self._encoder.read(batch, self._attend(batch)), order)
+            found = []
+            if texts:
+                batch = build_text_batch([text for _, _, text in texts], self._encoder.encoder, self._device)
+                found.append(self._encoder.read(batch, self._attend(batch)))
+            if pictures:
+                assert self.pictures is not None, "the model reads no images"
+                found.append(self.pictures.rows([picture for _, picture in pictures]))
+            order = [index for _, index, _ in texts] + [index for index, _ in pictures]
+            return PendingTexts(torch.cat(found) if len(found) > 1 else found[0], order)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             raise
@@ -83,11 +108,11 @@ class EncoderRunner:
 
 
 def start_encoder(
-    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup
+    config: EngineConfig, folder: Path, spec: ModelSpec, startup: Startup, vision: VisionSpec | None = None
 ) -> tuple[EncoderRunner, Layout]:
     """The runner of a configuration, with the model in `folder` loaded, and how large its steps may be.
 
-    Raises KvernError subclasses.
+    `vision`: the encoder of images that is used, too. Raises KvernError subclasses.
     """
     device = resolve_device(config)
     check_encoder(config, spec, device, quantized="quantization_config" in read_config(folder))
@@ -110,27 +135,33 @@ def start_encoder(
     found = ProbedDevice(device.type, str(dtype).removeprefix("torch."), kernels, gpu)
     plan = agree([found], config, spec)
     with startup.stage("weights"):
-        encoder = load_encoder(
-            folder,
-            spec,
-            LoadOptions(
-                dtype=plan.dtype,
-                device=device,
-                max_model_len=plan.max_model_len,
-                load_format=config.load_format,
-                kernels=kernels,
-                deterministic=config.deterministic,
-                quantization=config.quantization,
-            ),
+        options = LoadOptions(
+            dtype=plan.dtype,
+            device=device,
+            max_model_len=plan.max_model_len,
+            load_format=config.load_format,
+            kernels=kernels,
+            deterministic=config.deterministic,
+            quantization=config.quantization,
         )
+        encoder = load_encoder(folder, spec, options)
+        pictures = None if vision is None else _load_pictures(folder, vision, options)
     most_tokens, most_texts = plan.max_batch_tokens, plan.max_batch_requests
-    runner = EncoderRunner(encoder, max(most_tokens, plan.max_model_len), most_texts)
+    longest = max(plan.max_model_len, encoder.encoder.padded)
+    runner = EncoderRunner(encoder, max(most_tokens, longest), most_texts, pictures)
     if device.type == "cuda":
         with startup.stage("memory"):
-            most_tokens = _fitting_tokens(runner, memory, plan)
+            most_tokens = _fitting_tokens(runner, memory, plan.max_batch_tokens, longest)
     else:
         settle_threads(config, plan, encoder)
     return runner, _layout(config, plan, most_tokens)
+
+
+def _load_pictures(folder: Path, vision: VisionSpec, options: LoadOptions) -> PictureEncoder:
+    """The encoder of images. On a GPU PyTorch computes it: kernels of texts are not those of patches."""
+    kernels = options.kernels if options.kernels >= CPU_KERNELS else frozenset[str]()
+    tower = load_vision(folder, vision, replace(options, max_model_len=None, kernels=kernels))
+    return PictureEncoder(tower, settings_of(folder, vision))
 
 
 def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *, quantized: bool = False) -> None:
@@ -159,27 +190,44 @@ def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *
     refuse(refused, f"{spec.model_type}, which is an encoder")
 
 
-def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, plan: Plan) -> int:
-    """Returns how many tokens a step may have, by what the longest text takes of the GPU's memory.
+def _fitting_tokens(runner: EncoderRunner, memory: DeviceMemory, most: int, longest: int) -> int:
+    """Returns how many tokens a step may have, `most` at most, by what the longest text takes of the GPU's memory.
 
-    PyTorch keeps the memory of such a step for those to come. Raises ConfigError if the longest text does not fit.
+    A patch of an image counts as a token. PyTorch keeps the memory of such a step for those to come. Raises ConfigError
+    if the longest text, or an image, does not fit.
     """
-    device, longest = memory.device, plan.max_model_len
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
     free, _ = memory.free_and_total()
-    ran = _runs(runner, longest, longest)
-    taken = torch.cuda.max_memory_allocated(device) - before
-    if not ran or taken > free:
+    text = _taken(runner, [PromptInput([0] * longest)], memory.device)
+    if text is None or text > free:
         raise ConfigError(
             f"a text of max_model_len {longest} tokens does not fit into the {free / 2**20:.0f} MiB of GPU memory that "
             "are left beside the weights: lower max_model_len, raise gpu_memory_share, or free memory"
         )
-    fitting = largest_step(runner, longest, max(0, free - MARGIN_BYTES) * longest // taken, plan.max_batch_tokens)
-    if fitting < plan.max_batch_tokens:
-        logger.warning("steps have %d tokens, not %d: memory has no room for more", fitting, plan.max_batch_tokens)
+    estimate = max(0, free - MARGIN_BYTES) * longest // text
+    if runner.pictures is not None:
+        picture = runner.pictures.largest()
+        taken = _taken(runner, [picture], memory.device)
+        if taken is None or taken > free:
+            raise ConfigError(
+                f"an image does not fit into the {free / 2**20:.0f} MiB of GPU memory that are left beside the "
+                "weights: raise gpu_memory_share, or free memory"
+            )
+        estimate = min(estimate, max(0, free - MARGIN_BYTES) * runner.pictures.patches(picture) // taken)
+    fitting = largest_step(runner, longest, estimate, most)
+    if fitting < most:
+        logger.warning("steps have %d tokens, not %d: memory has no room for more", fitting, most)
     return fitting
+
+
+def _taken(runner: EncoderRunner, inputs: Sequence[Input], device: torch.device) -> int | None:
+    """Returns the most memory that a step takes while it runs; None: it does not run."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        runner.start(inputs).result()
+        return torch.cuda.max_memory_allocated(device) - before
+    return None
 
 
 def largest_step(runner: EncoderRunner, longest: int, estimate: int, most: int) -> int:

@@ -10,20 +10,18 @@ import numpy.typing
 import torch
 from torch import Tensor
 
-from kvern.attention.bidirectional import attend_once
 from kvern.cache.messages import EncodingStart, ImageMessage
-from kvern.device.text_batch import TextBatch
 from kvern.device.transfer import upload
 from kvern.errors import in_a_line
 from kvern.images.file import ImageFile
 from kvern.images.settings import ImageSettings
 from kvern.images.spans import largest_image, spans_of
 from kvern.images.views import Grid
-from kvern.layers.step_context import Attend
 from kvern.models.vision import CHANNELS, VisionTower
 from kvern.request.request import PromptInput
 from kvern.request.step import Fork, NewRequest, ScheduledTokens
 from kvern.runner.cached_model import StepEmbeddings
+from kvern.runner.pictures import attend_patches, normalized, on_device
 from kvern.spec.vision import VisionSpec
 
 Numbers = numpy.typing.NDArray[numpy.int64]
@@ -99,7 +97,7 @@ class ImageRows:
         grids = self._settings.grids(largest_image(self._settings))
         shape = sum(grid.cells for grid in grids), CHANNELS * self._settings.patch**2
         patches = torch.zeros(shape, dtype=torch.uint8, device=tower.build.device)
-        parts = tower.by_parts(self._normalized(patches), grids, partial(attend_patches, tower))
+        parts = tower.by_parts(normalized(patches, self._settings), grids, partial(attend_patches, tower))
         for _ in range(2):  # keys and values of all patches, and a slice of what they make, if it has slices
             next(parts)
 
@@ -141,18 +139,9 @@ class ImageRows:
     def _parts(self, start: EncodingStart, tower: VisionTower) -> Iterator[Tensor | None]:
         file, settings = ImageFile(b"", *start.size), self._settings
         grids = settings.grids(file)
-        device, patches = tower.build.device, torch.frombuffer(writable(start.pixels), dtype=torch.uint8)
-        patches = patches if device.type == "cpu" else patches.pin_memory().to(device, non_blocking=True)
-        patches = patches.view(sum(grid.cells for grid in grids), -1)
-        for rows in tower.by_parts(self._normalized(patches), grids, partial(attend_patches, tower)):
+        patches = on_device(start.pixels, tower.build.device).view(sum(grid.cells for grid in grids), -1)
+        for rows in tower.by_parts(normalized(patches, settings), grids, partial(attend_patches, tower)):
             yield None if rows is None else tower.in_order(rows, settings.order(file))
-
-    def _normalized(self, patches: Tensor) -> Tensor:
-        """Pixels `[P, channels * patch * patch]` of 0 to 255 as an encoder reads them."""
-        settings = self._settings
-        colours = [*settings.mean, *settings.deviation]
-        mean, deviation = upload(colours, torch.float32, patches.device).repeat_interleave(settings.patch**2).chunk(2)
-        return (patches.float() * (1 / 255) - mean) / deviation
 
     def abandon(self) -> None:
         """Forget what is begun: the steps that were to go on with it have failed."""
@@ -230,12 +219,6 @@ class ImageRows:
         return found
 
 
-def writable(data: bytes | memoryview) -> memoryview:
-    """The same bytes, copied only if they may not be written to, as PyTorch wants it: another rank has sent them."""
-    found = memoryview(data)
-    return memoryview(bytearray(found)) if found.readonly else found
-
-
 def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]) -> Numbers:
     """The positions `[T, 3]` of the tokens of a prompt by time, height and width.
 
@@ -256,16 +239,3 @@ def axes_of(is_image: "numpy.typing.NDArray[numpy.bool_]", grids: Sequence[Grid]
             found.append(position + numpy.arange(count)[:, None].repeat(3, axis=1))
             place, position = place + count, position + count
     return numpy.concatenate(found)
-
-
-def attend_patches(tower: VisionTower, lengths: Sequence[int], sliced: bool = False) -> Attend:
-    """An `Attend` of a tower for runs of patches."""
-    return attend_once(tower.spec.attentions, tower.build, _line(lengths, tower.build.device), sliced=sliced)
-
-
-def _line(lengths: Sequence[int], device: torch.device) -> TextBatch:
-    """Images one behind the other, as a batch of texts is."""
-    counts = torch.tensor(lengths, dtype=torch.int32, device=device)
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    starts = counts.cumsum(0, dtype=torch.int32) - counts
-    return TextBatch(lengths, nothing, nothing, nothing, starts, counts, starts)

@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 FETCHED_BYTES = 4 * LARGEST_IMAGES
 """The limit of images that are being fetched or put into prompts at the same time; other requests wait."""
 Messages = list[dict[str, Any]]
+PLACE = "messages[{message}].content[{part}]"
+"""The name of a part of a conversation."""
 
 
 @dataclass(frozen=True)
 class _Named:
-    """An image that is named by an address or by the id of a file: a part of a message."""
+    """An image that is named by an address or by the id of a file: a part of a message. `place`: the part's name in
+    error messages."""
 
     message: int
     part: int
     sent: Mapping[str, Any]
     address: str | None
     file_id: object
-
-    @property
-    def place(self) -> str:
-        """The part's name in error messages."""
-        return f"messages[{self.message}].content[{self.part}]"
+    place: str
 
 
 class Media:
@@ -53,14 +52,14 @@ class Media:
         self._fetcher: Fetcher | None = imported("kvern.images.addresses:Fetcher")(hosts) if hosts else None
 
     @contextlib.asynccontextmanager
-    async def read(self, messages: Messages, key: ApiKey) -> AsyncIterator[Messages]:
-        """Yields messages whose images are all there. Raises HttpError or InvalidRequest."""
-        named = [one for one in _named(messages) if one.file_id is not None or self._fetcher is not None]
+    async def read(self, messages: Messages, key: ApiKey, place: str = PLACE) -> AsyncIterator[Messages]:
+        """Yields messages whose images are all there; `place` is that of a part. Raises HttpError or InvalidRequest."""
+        named = [one for one in _named(messages, place) if one.file_id is not None or self._fetcher is not None]
         if not named:
             yield messages
             return
         if len(named) > MOST_IMAGES:
-            raise InvalidRequest(f"the conversation has {len(named)} images: at most {MOST_IMAGES} are read")
+            raise InvalidRequest(f"the request names {len(named)} images: at most {MOST_IMAGES} are read")
         details = [detail_of(one.sent, one.place) for one in named]
         left = min(LARGEST_IMAGES, len(named) * LARGEST_FILE)
 
@@ -112,7 +111,7 @@ class Media:
             raise HttpError(400, missing, code="file_not_found") if error.status == 404 else error from None
 
 
-def _named(messages: Sequence[Mapping[str, Any]]) -> Iterator[_Named]:
+def _named(messages: Sequence[Mapping[str, Any]], where: str) -> Iterator[_Named]:
     """Yields the images of a conversation that are not in it."""
     for number, message in enumerate(messages):
         content = message.get("content")
@@ -121,7 +120,8 @@ def _named(messages: Sequence[Mapping[str, Any]]) -> Iterator[_Named]:
                 held, file_id = held_by(part.sent), file_id_of(part.sent)
                 address = held if isinstance(held, str) and ADDRESS.match(held) else None
                 if address is not None or (held is None and file_id is not None):
-                    yield _Named(number, place, part.sent, address, None if address else file_id)
+                    said = where.format(message=number, part=place)
+                    yield _Named(number, place, part.sent, address, None if address else file_id, said)
 
 
 def _copied(message: dict[str, Any]) -> dict[str, Any]:

@@ -244,7 +244,7 @@ OPERATIONS = (
     ),
     Operation(
         f"POST {EMBEDDINGS}",
-        "Embeddings of texts, for embedding models.",
+        "Embeddings of texts, for embedding models; and of images, for those that embed both.",
         LISTING,
         body=f"{COMMON} input!=prompts dimensions=count? normalize=bool? encoding_format=/float/base64? "
         f"add_special_tokens=bool? {CUT} truncation_side=/left/right?",

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, cast
 
-from kvern.engine.inputs import InputProcessor, Messages, Prompt
+from kvern.engine.inputs import ONE_INPUT, InputProcessor, Messages, Prompt
 from kvern.errors import InvalidParameter, InvalidRequest, shown
+from kvern.images.parts import held_by
 from kvern.request.other_names import fields_of
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams, params_of
+from kvern.text.content import kind_of
 from kvern.tools.chat import AnswerReader, Chat, ChatRequest, PromptOptions
 from kvern.tools.checks import read_tools
 from kvern.tools.encoding import ROOM_FOR_ANSWER, Encoding
@@ -19,7 +21,7 @@ OneParams = SamplingParams | Mapping[str, Any] | None
 Params = OneParams | Sequence[OneParams]
 Prompts = Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]]
 """One prompt or several; as vLLM has them, too: {"prompt": TEXT} or {"prompt_token_ids": IDS}, with images at their
-placeholders by {"multi_modal_data": {"image": IMAGE or IMAGES}}."""
+placeholders by {"multi_modal_data": {"image": IMAGE or IMAGES}}. A model that embeds images takes {"image": IMAGE}."""
 AdapterChoice = str | Sequence[str | None] | None
 
 
@@ -78,10 +80,13 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
 def as_prompts(prompts: Prompts, inputs: InputProcessor) -> list[Prompt]:
     """One prompt or several, as several. Raises InvalidRequest."""
     if isinstance(prompts, Mapping):
-        return [_named_prompt(prompts, inputs)]
+        return [_named_prompt(prompts, inputs, "the prompt")]
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         return [prompts]
-    items = [_named_prompt(item, inputs) if isinstance(item, Mapping) else item for item in prompts]
+    items = [
+        _named_prompt(item, inputs, f"prompt {number}") if isinstance(item, Mapping) else item
+        for number, item in enumerate(prompts)
+    ]
     if not items:
         raise InvalidRequest("the prompt is empty: it needs at least one token")
     if all(isinstance(item, int) for item in items):
@@ -89,9 +94,15 @@ def as_prompts(prompts: Prompts, inputs: InputProcessor) -> list[Prompt]:
     return cast("list[Prompt]", items)
 
 
-def _named_prompt(prompt: Mapping[str, Any], inputs: InputProcessor) -> Prompt:
-    """The prompt in a mapping as vLLM has it."""
+def _named_prompt(prompt: Mapping[str, Any], inputs: InputProcessor, place: str) -> Prompt:
+    """The prompt in a mapping as vLLM has it, or in one like a part of a message: an image alone, or a text."""
     found = {name: value for name, value in prompt.items() if value is not None}
+    if kind_of(prompt) == "image" or held_by(prompt) is not None:
+        if "text" in found or "prompt" in found:
+            raise InvalidRequest(f"{place} has a text and an image: {ONE_INPUT}")
+        return inputs.picture(prompt, place)
+    if found.keys() - {"type"} == {"text"} and isinstance(found["text"], str):
+        return found["text"]
     media = found.pop("multi_modal_data", None)
     if found.keys() not in ({"prompt"}, {"prompt_token_ids"}):
         raise InvalidRequest(f"a prompt has {', '.join(found) or 'nothing'}: give prompt or prompt_token_ids alone")

@@ -131,6 +131,10 @@ class ClientInputs:
         """`InputProcessor.pair`. Raises InvalidRequest."""
         return await self._in_thread(len(first) + len(second), functools.partial(self.processor.pair, first, second))
 
+    async def picture(self, part: Mapping[str, Any], place: str) -> PromptInput:
+        """`InputProcessor.picture`. Raises InvalidRequest."""
+        return await self._in_thread(_size(part), functools.partial(self.processor.picture, part, place))
+
     async def encoded(self, prompt: Prompt, encoding: Encoding, answer: int | None) -> Prompt:
         """A prompt as token ids, whose answer may have `answer` tokens. Raises InvalidRequest."""
         if isinstance(prompt, list):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from kvern.spec.model import Activation, ModelSpec, NormSpec
+    from kvern.spec.model import Activation, MlpSpec, ModelSpec, NormSpec
 
 SLICE_PAIRS = 2**26
 """Pairs of patches that attend at once at most: 0.9 ms of an H200, with 16 heads of 72."""
@@ -85,7 +85,27 @@ class MatrixSpec:
     merge: int
 
 
-ProjectorSpec = MergingSpec | PoolingSpec | GatedSpec | MatrixSpec
+@dataclass(frozen=True)
+class LeadSpec:
+    """One row `[hidden]` of each piece: a matrix for the state that stands before its patches."""
+
+    hidden: int
+    merge: int = 1
+
+
+@dataclass(frozen=True)
+class ProbeSpec:
+    """One row `[hidden]` of each piece: a learned query attends to the states of its patches, and an MLP after a norm
+    is added to what it finds."""
+
+    hidden: int
+    heads: int
+    mlp: "MlpSpec"
+    norm: "NormSpec"
+    merge: int = 1
+
+
+ProjectorSpec = MergingSpec | PoolingSpec | GatedSpec | MatrixSpec | LeadSpec | ProbeSpec
 """The kinds of projectors."""
 
 
@@ -126,7 +146,8 @@ class VisionSpec:
     patch      pixels on the side of a patch
     image_id   the id of tokens that have a row of an image
     table      the side of a square table of learned positions, between which patches lie; 0: there is none
-    bicubic    they lie between them by centres, in cubic interpolation; else by corners, in linear interpolation
+    between    how they lie between them: "corners" and "centres" are linear, the latter over means of positions that
+               are nearer to each other than patches, and "cubic" is by centres
     patch_bias the pixels' matrix has a bias
     patch_norm, first_norm, last_norm: a norm stands before positions are added, after that, after the last layer
     windows    None: each patch sees the whole image in all layers
@@ -149,7 +170,7 @@ class VisionSpec:
     image_id: int
     settings: str
     table: int = 0
-    bicubic: bool = False
+    between: Literal["corners", "centres", "cubic"] = "corners"
     patch_bias: bool = False
     patch_norm: bool = False
     first_norm: bool = False

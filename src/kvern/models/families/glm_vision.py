@@ -84,7 +84,7 @@ def glm4v(config: Config) -> VisionSpec:
         int(config.get("image_token_id", image_id)),
         "kvern.images.glm:glm",
         table=int(vision["image_size"]) // patch,
-        bicubic=True,
+        between="cubic",
         patch_bias=True,
         patch_norm=True,
         last_norm=True,

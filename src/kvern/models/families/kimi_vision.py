@@ -108,7 +108,7 @@ def kimi_k25(config: Config) -> VisionSpec:
         int(config.get("image_token_id", config.get("media_placeholder_token_id", 163605))),
         "kvern.images.kimi:kimi",
         table=int(high),
-        bicubic=True,
+        between="cubic",
         patch_bias=True,
         last_norm=True,
     )

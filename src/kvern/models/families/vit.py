@@ -48,6 +48,7 @@ INTERN = {
 DEFAULTS = {
     "clip_vision_model": CLIP,
     "siglip_vision_model": SIGLIP,
+    "siglip2_vision_model": SIGLIP | {"num_patches": 256},
     "idefics3_vision": IDEFICS,
     "smolvlm_vision": IDEFICS,
     "idefics3": IDEFICS,

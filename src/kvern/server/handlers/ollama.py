@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from kvern.api import ollama
 from kvern.api.completions import read_prompts
-from kvern.api.embeddings import MOST_TEXTS
+from kvern.api.embedding_inputs import MOST_TEXTS
 from kvern.api.error_bodies import ollama_error
 from kvern.api.errors import HttpError
 from kvern.api.fields import read_common, typed
@@ -173,7 +173,7 @@ def capabilities(engine: ServedEngine) -> list[str]:
         "insert": not model.is_encoder and infill_of(client.tokenizer) is not None,
         "tools": tools is not None and "tools" in template,
         "thinking": thinking is not None,
-        "vision": model.reads_images,
+        "vision": model.reads_images and not model.is_encoder,
     }
     return [name for name, is_so in can.items() if is_so]
 

@@ -7,15 +7,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvern.api.embeddings import KNOWN, embedding_answer, read_embedding
+from kvern.api.embeddings import KNOWN, EmbeddingBody, embedding_answer, read_embedding
 from kvern.api.fields import merge_extra
 from kvern.engine.embedding import check_embeds
+from kvern.engine.inputs import Prompt
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.http import strangers_header, whole_answer
 from kvern.server.keys import ApiKey
 from kvern.server.service import Ask
+from kvern.serving.client_inputs import ClientInputs
+from kvern.text.content import MediaPart
 
 Body = dict[str, Any]
 
@@ -59,12 +62,25 @@ class Embeddings(WholeAnswers):
         model = service.model(body)
         client = service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
-        asked = read_embedding(body)
-        prompts = asked.prompts
-        if asked.encoding is not None:
-            encoding = asked.encoding.within(client.inputs.max_model_len - (not client.inputs.model.is_encoder))
-            prompts = [await client.inputs.encoded(prompt, encoding, None) for prompt in prompts]
+        facts = client.inputs.model
+        asked = read_embedding(body, facts.is_encoder and facts.reads_images)
+        prompts = await self._prompts(asked, client.inputs, key)
         ask = Ask(model, asked.common, prompts, SamplingParams(), key, embed=True)
         body.clear()
         has_read()
         return embedding_answer(await service.run(ask), model, asked)
+
+    async def _prompts(self, asked: EmbeddingBody, inputs: ClientInputs, key: ApiKey) -> list[Prompt]:
+        """The inputs of a body as prompts, images as files."""
+        encoding = asked.encoding
+        if encoding is not None:
+            encoding = encoding.within(inputs.max_model_len - (not inputs.model.is_encoder))
+        place = "input[{part}]"
+        async with self._service.media.read([{"role": "user", "content": asked.inputs}], key, place) as [message]:
+            found: list[Prompt] = []
+            for number, one in enumerate(message["content"]):
+                if isinstance(one, MediaPart):
+                    found.append(await inputs.picture(one.sent, place.format(part=number)))
+                else:
+                    found.append(one if encoding is None else await inputs.encoded(one, encoding, None))
+            return found
