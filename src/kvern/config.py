@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, without_passwords
 from kvern.io.bytecode import cache_home
 
 DEFAULT_MODEL = "kvern-12m"
@@ -151,7 +151,11 @@ class EngineConfig:
     not."""
     kv_tier: tuple[str, ...] = ()
     """Stores that keep the KV cache of prompts outside the device, the nearest first: host:32GB, or host for a quarter
-    of the free memory. Prompts continue from them where that is faster than computing."""
+    of the free memory; disk:/path:500GB; valkey://host:port, or valkeys:// for TLS; mooncake://host:port. Prompts
+    continue from them where that is faster than computing."""
+    kv_tier_max_age: str | None = None
+    """Age after which a page on a disk or a Valkey server is not used any more and is removed: seconds, or such as 90m,
+    12h or 7d. None: pages stay until they are evicted."""
     logits_processors: tuple[str, ...] = ()
     """Custom logits processors that requests may use: entry points of installed packages, applied in this order."""
     overlap: bool = True
@@ -246,11 +250,7 @@ class EngineConfig:
         for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
-        if self.kv_tier and not self.prefix_cache:
-            raise ConfigError(
-                f"kv_tier {' '.join(self.kv_tier)} needs the prefix cache, which is off: leave kv_tier out, or turn "
-                "prefix_cache on"
-            )
+        self._check_tiers()
         self._check_experts()
         requests = self.max_batch_requests or 1
         if self.max_batch_tokens is not None and self.max_batch_tokens < requests:
@@ -289,6 +289,18 @@ class EngineConfig:
                 choices = ", ".join(filter(None, options))
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {choices}")
 
+    def _check_tiers(self) -> None:
+        """Raises ConfigError for options of tiers without what they need."""
+        if self.kv_tier and not self.prefix_cache:
+            raise ConfigError(
+                f"kv_tier {self.shown_kv_tier} needs the prefix cache, which is off: leave kv_tier out, or turn "
+                "prefix_cache on"
+            )
+        if self.kv_tier_max_age is not None and not self.kv_tier:
+            raise ConfigError(
+                f"kv_tier_max_age is {self.kv_tier_max_age}, and there is no kv_tier: leave it out, or give kv_tier"
+            )
+
     def _check_experts(self) -> None:
         """Raises ConfigError for options of experts that exclude each other."""
         if self.redundant_experts < 0 or (self.redundant_experts and not self.enable_expert_parallel):
@@ -311,6 +323,11 @@ class EngineConfig:
                 f"other share no experts; for ranks that do, with requests of their own, give tensor_parallel_size "
                 f"{self.data_parallel_size} and enable_dp_attention instead of data_parallel_size"
             )
+
+    @property
+    def shown_kv_tier(self) -> str:
+        """`kv_tier` for messages."""
+        return without_passwords(" ".join(self.kv_tier))
 
     @property
     def target_itl_seconds(self) -> float | None:

@@ -23,6 +23,7 @@ code 2; a bad input never shows anything else.
 """
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -131,6 +132,11 @@ class EngineUnavailable(EngineDied):
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
         self.seconds = seconds
+
+
+def without_passwords(text: str) -> str:
+    """Returns a text for messages and logs, without the password of a URL such as valkey://user:password@host."""
+    return re.sub(r"(//[^:@/\s]*):\S*@", r"\1:***@", text)
 
 
 class _Shown(reprlib.Repr):

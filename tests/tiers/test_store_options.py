@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvern.errors import ConfigError
-from kvern.tiers.store import Identity, make_store, read_age, read_bytes, shown_option
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, without_passwords
+from kvern.tiers.store import Identity, make_store, read_age, read_bytes
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,15 @@ def test_an_unknown_kind_is_refused(option: str) -> None:
         make_store(option, Identity(bytes(16)))
 
 
-def test_messages_leave_out_passwords() -> None:
-    assert shown_option("valkey://me:secret@host:1/0") == "valkey://me:***@host:1/0"
-    assert shown_option("disk:/a/b@c:5GB") == "disk:/a/b@c:5GB"
+@pytest.mark.parametrize("password", ["secret", "p@ss", "a/b", "x:y"])
+def test_messages_leave_out_passwords(password: str) -> None:
+    option = f"valkey://me:{password}@host:1/0"
+    assert without_passwords(f"disk:/a/b@c:5GB {option}") == "disk:/a/b@c:5GB valkey://me:***@host:1/0"
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(kv_tier=(option,), prefix_cache=False)
+    assert "valkey://me:***@host" in str(caught.value) and password not in str(caught.value)
+
+
+def test_an_age_needs_a_store() -> None:
+    with pytest.raises(ConfigError, match="kv_tier_max_age is 7d, and there is no kv_tier"):
+        EngineConfig(kv_tier_max_age="7d")

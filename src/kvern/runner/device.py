@@ -38,7 +38,7 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
     if not spec.recurrent:
         return
     refused = {
-        f"kv_tier {' '.join(config.kv_tier)}": (
+        f"kv_tier {config.shown_kv_tier}": (
             bool(config.kv_tier),
             "a tier keeps blocks and no states: leave kv_tier out",
         ),

@@ -177,7 +177,7 @@ def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *
             "there a text's last bits depend on its step: leave deterministic off, or use device cpu",
         ),
         f"proposer {config.proposer}": (config.proposer is not None, "nothing is generated: leave proposer out"),
-        f"kv_tier {' '.join(config.kv_tier)}": (bool(config.kv_tier), "there is no KV cache: leave kv_tier out"),
+        f"kv_tier {config.shown_kv_tier}": (bool(config.kv_tier), "there is no KV cache: leave kv_tier out"),
         f"kv_cache_dtype {config.kv_cache_dtype}": (
             config.kv_cache_dtype != "auto",
             "there is no KV cache: leave kv_cache_dtype auto",

@@ -11,7 +11,7 @@ from kvern.attention.eight_bit import EightBit
 from kvern.cache.keys import model_identity
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, without_passwords
 from kvern.ranks.ranks import Ranks
 from kvern.runner.page_mover import TorchMover, head_groups
 from kvern.runner.plan import Layout, Plan
@@ -20,7 +20,7 @@ from kvern.spec.model import ModelSpec
 from kvern.tiers.host import HostStore, host_size, map_arena
 from kvern.tiers.pages import FORMAT_VERSION
 from kvern.tiers.shelf import Shelf
-from kvern.tiers.store import Identity, Store, make_store, shown_option
+from kvern.tiers.store import Identity, Store, make_store, read_age
 
 HOST = "host"
 
@@ -57,7 +57,7 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     for option in config.kv_tier:
         kind = option.partition(":")[0]
         store, line = _host_store(option, config, ranks) if kind == HOST else (make_store(option, identity), "")
-        lines.append(line or f"pages of the KV cache are kept in {shown_option(option)}")
+        lines.append(line or f"pages of the KV cache are kept in {without_passwords(option)}")
         number = sum(name.partition("-")[0] == kind for name in stores)
         stores[f"{kind}-{number + 1}" if number else kind] = store
     lines.append(f"pages are those of {identity.digest.hex()}")
@@ -84,7 +84,16 @@ def identity_of(config: EngineConfig, cache: TieredCache) -> Identity:
         sizes = config.tensor_parallel_size, config.pipeline_parallel_size
         described["bits"] = repr((layout.device, sizes, sorted(plan.kernels), sorted(layout.attention.items())))
     digest = model_identity(cache.folder, sorted(described.items()))
-    return Identity(digest, {"model": config.model or cache.folder.name, **described})
+    return Identity(digest, {"model": config.model or cache.folder.name, **described}, _max_age(config))
+
+
+def _max_age(config: EngineConfig) -> float | None:
+    if config.kv_tier_max_age is None:
+        return None
+    try:
+        return read_age(config.kv_tier_max_age)
+    except ValueError as error:
+        raise ConfigError(f"kv_tier_max_age: {error}") from error
 
 
 def _host_store(option: str, config: EngineConfig, ranks: Ranks) -> tuple[HostStore, str]:

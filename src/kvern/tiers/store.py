@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvern.errors import ConfigError, did_you_mean
+from kvern.errors import ConfigError, did_you_mean, without_passwords
 from kvern.plugins import Plugins
 
 NAME_BYTES = 32
@@ -86,18 +86,13 @@ def make_store(option: str, identity: Identity) -> Store:
     kind, colon, rest = option.partition(":")
     if not colon or kind not in STORES.names:
         raise ConfigError(
-            f"kv_tier is {shown_option(option)!r}: it must be KIND:REST, where KIND is one of "
+            f"kv_tier is {without_passwords(option)!r}: it must be KIND:REST, where KIND is one of "
             f"{', '.join(STORES.names) or 'none'}{did_you_mean(kind, STORES.names)}"
         )
     try:
         return STORES.find(kind)(rest, identity)
     except ValueError as error:
-        raise ConfigError(f"kv_tier is {shown_option(option)!r}: {error}") from error
-
-
-def shown_option(option: str) -> str:
-    """Returns an option for messages and logs, without the password that a URL may have."""
-    return re.sub(r"(//[^:@/]*):[^@/]*@", r"\1:***@", option)
+        raise ConfigError(f"kv_tier is {without_passwords(option)!r}: {error}") from error
 
 
 SIZES = {
