@@ -28,7 +28,7 @@ def test_the_table_is_that_of_the_installed_transformers() -> None:
     assert json.loads(FILE.read_text()) == json.loads(json.dumps(table()))
 
 
-TILED = {"idefics3", "internvl", "llava", "llava_next", "smolvlm"}
+TILED = {"idefics3", "internvl", "internvl_chat", "llava", "llava_next", "smolvlm"}
 """Models of several language models, which have defaults of their own."""
 TWO_TOWERS = {"clip", "siglip", "siglip2"}
 """Models whose encoder of texts has them."""

@@ -115,10 +115,10 @@ def internvl() -> Any:
     )
 
 
-def internvl_processor() -> Any:
+def internvl_processor(most: int = 6) -> Any:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    return GotOcr2ImageProcessorPil(size=SQUARE, crop_to_patches=True, max_patches=6, **MEAN)
+    return GotOcr2ImageProcessorPil(size=SQUARE, crop_to_patches=True, max_patches=most, **MEAN)
 
 
 def piece_inputs(found: Sequence[Any]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvern.config import EngineConfig
 from kvern.errors import InvalidParameter, InvalidRequest, PromptTooLong, shown
-from kvern.models.image_models import vision_of
+from kvern.models.image_models import vision_in
 from kvern.request.request import NO_OPTIONS, PromptInput, RequestOptions, RequestSpec
 from kvern.request.sampling_params import USUAL, ResolvedParams, SamplingParams, check_wide_integer
 from kvern.spec.facts import ModelFacts
@@ -229,7 +229,7 @@ class InputProcessor:
         """The reader of images of prompts, for a model that has one. Raises UnsupportedModel."""
         from kvern.images.prompt import ImageReader
 
-        spec = vision_of(read_json(self._folder / "config.json"))
+        spec = vision_in(self._folder, read_json(self._folder / "config.json"))
         assert spec is not None, "the model reads no images"
         return ImageReader.of(self._folder, spec, self.tokenizer)
 

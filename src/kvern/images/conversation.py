@@ -24,10 +24,14 @@ def concerns_images(messages: Sequence[Message], marks: Sequence[str]) -> bool:
 
 
 class Pictures:
-    """The images of a conversation. `messages` are as the template takes them. Raises InvalidRequest."""
+    """The images of a conversation. `messages` are as the template takes them. Raises InvalidRequest.
 
-    def __init__(self, messages: Sequence[Message], reader: ImageReader) -> None:
+    `in_text`: the template takes texts alone, in which marks stand for images.
+    """
+
+    def __init__(self, messages: Sequence[Message], reader: ImageReader, *, in_text: bool = False) -> None:
         self._reader = reader
+        self._in_text = in_text
         self._cut = uuid.uuid4().hex
         self._files: list[ImageFile] = []
         self.messages = [self._shown(message, f"messages[{number}]") for number, message in enumerate(messages)]
@@ -38,9 +42,13 @@ class Pictures:
             return {**message, "content": self._plain(content)}
         if not isinstance(content, list):
             return message
-        return {**message, "content": [self._part(part, f"{place}.content[{n}]") for n, part in enumerate(content)]}
+        parts = [self._part(part, f"{place}.content[{n}]") for n, part in enumerate(content)]
+        if self._in_text:
+            mark = f"{self._reader.mark}\n"
+            return {**message, "content": "".join(part.get("text", mark) for part in parts)}
+        return {**message, "content": parts}
 
-    def _part(self, part: object, place: str) -> object:
+    def _part(self, part: object, place: str) -> dict[str, Any]:
         if isinstance(part, str):
             return {"type": "text", "text": self._plain(part)}
         if _is_image(part):

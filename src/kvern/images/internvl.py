@@ -47,7 +47,7 @@ class BestShape(Resizing):
 def internvl(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of InternVL. Raises UnsupportedModel."""
     side, size = spec.table * spec.patch, given["size"]
-    if size != {"height": side, "width": side}:
+    if size not in ({"height": side, "width": side}, side):
         raise UnsupportedModel(f"size of the image processor is {shown(size)}: the encoder's {side} is supported")
     return common_settings(given, _shapes(given, spec), spec.patch, spec.merge)
 

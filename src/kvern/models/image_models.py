@@ -1,6 +1,7 @@
 """The models that read images: a function from a `config.json` to a `VisionSpec` for each model type."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ VISION = {
     **dict.fromkeys(("siglip", "siglip2"), "kvern.models.families.clip:siglip_vision"),
     "kimi_k25": "kvern.models.families.kimi_vision:kimi_k25",
     "internvl": "kvern.models.families.internvl:internvl_vision",
+    "internvl_chat": "kvern.models.families.internvl:internvl_chat_vision",
     "llava": "kvern.models.families.llava:llava_vision",
     "llava_next": "kvern.models.families.llava:llava_next_vision",
     "mistral3": "kvern.models.families.pixtral:mistral3",
@@ -43,13 +45,27 @@ def vision_of(config: Config) -> "VisionSpec | None":
     return found
 
 
+def vision_in(folder: Path, config: Config) -> "VisionSpec | None":
+    """Returns `vision_of` for a folder, whose tokenizer has the id of an image's tokens if its configuration does not.
+
+    Raises UnsupportedModel.
+    """
+    spec = vision_of(config)
+    if spec is None or spec.image_id >= 0:
+        return spec
+    found = imported("kvern.text.tokenizer:Tokenizer")(folder).token_to_id(spec.tokens.image)
+    if found is None:
+        raise UnsupportedModel(f"the tokenizer of {folder} lacks the token of images, {spec.tokens.image}")
+    return replace(spec, image_id=found)
+
+
 def usable_vision(folder: Path, config: Config, *, dummy: bool = False) -> "VisionSpec | None":
-    """Returns `vision_of` for a folder that has all of it, also its weights if they are not to be a `dummy`.
+    """Returns `vision_in` for a folder that has all of it, also its weights if they are not to be a `dummy`.
 
     Of other folders the language model is used alone, and a warning says why.
     """
     try:
-        spec = vision_of(config)
+        spec = vision_in(folder, config)
         if spec is not None:
             imported("kvern.images.settings:settings_of")(folder, spec)
             if not dummy:

@@ -144,7 +144,7 @@ class VisionSpec:
 
     tower      the layers over patches, `[P, tower.hidden_size]`; each sees those of its own piece of an image
     patch      pixels on the side of a patch
-    image_id   the id of tokens that have a row of an image
+    image_id   the id of tokens that have a row of an image; -1: that of `tokens.image` in the tokenizer
     table      the side of a square table of learned positions, between which patches lie; 0: there is none
     between    how they lie between them: "corners" and "centres" are linear, the latter over means of positions that
                are nearer to each other than patches, and "cubic" is by centres

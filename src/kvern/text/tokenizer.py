@@ -363,7 +363,7 @@ class Tokenizer:
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         generation, config = (read_json(self.folder / name) for name in ("generation_config.json", "config.json"))
-        text = config.get("text_config")
+        text = config.get("text_config") or config.get("llm_config")
         files = (generation, config, text if isinstance(text, dict) else {})
         said: Any = next((file["eos_token_id"] for file in files if file.get("eos_token_id") is not None), [])
         try:

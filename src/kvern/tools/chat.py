@@ -242,7 +242,19 @@ class Chat:
         from kvern.images.conversation import Pictures, concerns_images
 
         reader = self._images()
-        return Pictures(messages, reader) if concerns_images(messages, reader.marks) else None
+        if not concerns_images(messages, reader.marks):
+            return None
+        return Pictures(messages, reader, in_text=not self._writes_images)
+
+    @functools.cached_property
+    def _writes_images(self) -> bool:
+        """Whether the chat template writes the mark of an image that is a part of a message."""
+        assert callable(self._images)
+        probe = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+        try:
+            return self._images().mark in self._tokenizer.chat_prompt([probe])
+        except InvalidRequest:
+            return False
 
     def _readable(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Messages as the template takes them. Raises InvalidRequest."""

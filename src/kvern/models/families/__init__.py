@@ -39,6 +39,7 @@ granite.granitemoehybrid granitemoehybrid GraniteMoeHybridForCausalLM
 hunyuan.hunyuan_v1_dense hunyuan_v1_dense HunYuanDenseV1ForCausalLM
 idefics.idefics3        idefics3 Idefics3ForConditionalGeneration smolvlm SmolVLMForConditionalGeneration
 internvl.internvl       internvl InternVLForConditionalGeneration
+internvl.internvl_chat  internvl_chat InternVLChatModel
 lfm2.lfm2               lfm2 Lfm2ForCausalLM
 lfm2.lfm2_moe           lfm2_moe Lfm2MoeForCausalLM
 llama.llama             llama LlamaForCausalLM internlm3 InternLM3ForCausalLM
