@@ -10,7 +10,7 @@ SAMPLE = {
     "test_the_cache_knows_images_by_their_content",
     "test_what_is_left_out_changes_answers",
 }
-SIBLINGS = {"idefics3", "llava", "llava_siglip"}
+SIBLINGS = {"idefics3", "llava", "llava_siglip", "qwen3_vl_moe"}
 """Families whose parts the sample tries with others; their pixels alone are compared by day."""
 OF_SPANS = {"test_chunks_end_anywhere_within_an_image", "test_switches_change_nothing"}
 

@@ -2,13 +2,13 @@
 
 import base64
 import faulthandler
+import gc
 import io
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from PIL import Image
 
 from kvern import LLM, SamplingParams
 from kvern.cache.images import ImagePool
-from kvern.images.file import read_file
+from kvern.images.file import ImageFile, read_file
 from kvern.images.settings import ImageSettings, settings_of
 from kvern.io.children import READY, receive, send
 from kvern.models.image_models import vision_of
@@ -27,6 +27,8 @@ from kvern.runner import decoder_process
 from kvern.runner.decoders import ENDED, Decoded, Decoders
 from tests.support.idle import is_idle
 from tests.support.internals import core_of, engine_of
+from tests.support.lost_encoders import FOLDER, STAGES
+from tests.support.processors import installed_package
 from tests.support.served import children_of, command_of, eventually, serving
 from tests.support.vision_models import FAMILIES, make_vision_model, picture
 
@@ -235,6 +237,20 @@ def test_others_go_on_while_an_image_is_decoded(folder: Path) -> None:
         assert len(later.outputs[0].token_ids) == 6 and pool.encoded == 2 and is_idle(llm)
 
 
+def test_files_go_with_their_requests(folder: Path) -> None:
+    """The rows of an image stay, for others who send it, and the file does not."""
+
+    def files() -> list[ImageFile]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is ImageFile and each.data]
+
+    before = files()
+    with engine(folder) as llm:
+        llm.chat([talk(picture(50, 50), "what"), talk(picture(60, 50), "what")], PARAMS)
+        pool = core_of(llm).scheduler.cache.extension(ImagePool)
+        assert len(pool._images) == 2 and files() == before
+
+
 def test_a_failing_encoder_ends_its_request_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine(folder) as llm:
         monkeypatch.setattr("kvern.runner.image_rows.normalized", lambda patches, settings: patches[:0])
@@ -246,32 +262,33 @@ def test_a_failing_encoder_ends_its_request_alone(folder: Path, monkeypatch: pyt
         assert len(again.outputs[0].token_ids) == 6
 
 
-def test_an_engine_that_is_killed_meanwhile_goes_on(folder: Path) -> None:
-    stream = io.BytesIO()
-    picture(3000, 2400, 4).resize((6000, 4800), Image.Resampling.NEAREST).save(stream, "PNG", compress_level=1)
-    small = io.BytesIO()
-    Image.open(stream).convert("L").save(small, "PNG", optimize=False, compress_level=1)
-    data = max((part.getvalue() for part in (stream, small) if len(part.getvalue()) < 11 << 20), key=len)
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
+def test_an_engine_that_is_killed_meanwhile_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request loses its engine while its image is decoded, and the next one while it is encoded."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    url = "data:image/png;base64," + base64.b64encode(saved(picture(90, 60))).decode()
     parts: Any = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what"}]
-    answers = []
-    with serving("--model", str(folder), "--dtype", "float32", "--max-model-len", "512", "--threads", "1") as served:
-        client = served.client()
+    options = ("--dtype", "float32", "--max-model-len", "512", "--threads", "1", "--logits-processors", "lose engine")
+    with installed_package(tmp_path / "package"), serving("--model", str(folder), *options) as served:
+        client, first = served.client(), served.engine_pid()
 
-        def ask() -> None:
+        def ask() -> str | None:
             said = client.chat.completions.create(
                 model=str(folder), messages=[{"role": "user", "content": parts}], temperature=0, max_tokens=6
             )
-            answers.append(said.choices[0].message.content)
+            return said.choices[0].message.content
 
-        thread = threading.Thread(target=ask)
-        thread.start()
-        killed = served.engine_pid()
-        eventually(lambda: len(processes(killed)) > 1)
-        children = processes(killed)
-        os.kill(killed, signal.SIGKILL)
-        thread.join()
-        eventually(lambda: not any(map(command_of, children)))
-        assert served.engine_pid() != killed
-        ask()
-    assert answers[0] == answers[1] != ""
+        found = ask()
+        assert all((tmp_path / stage).exists() for stage in STAGES) and served.figure("engine_restarts_total") == 2
+        assert first != served.engine_pid() and found == ask()
+        eventually(lambda: decoding(folder) == processes(served.engine_pid()))
+    with engine(folder) as llm:
+        [expected] = llm.chat(talk(picture(90, 60), "what"), PARAMS.replace(ignore_eos=False))
+    assert found == expected.outputs[0].text
+
+
+def decoding(folder: Path) -> list[int]:
+    """All processes that decode images for this model."""
+    numbers = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+    return sorted(one for one in numbers if PROCESS in (said := command_of(one)) and str(folder) in said)

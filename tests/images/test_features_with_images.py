@@ -1,40 +1,27 @@
-"""Models that read images, divided among processes and with other options of an engine."""
+"""Models that read images: features of requests beside images, and options of an engine."""
 
-import io
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from kvern import LLM, RequestOutput, SamplingParams
-from tests.support.combined_features import Alone, Ask
+from tests.support.combined_batches import EVERYWHERE, check_combinations
+from tests.support.combined_features import FEATURES, Alone, Ask, file_of
 from tests.support.combined_images import seeing_model
+from tests.support.combined_requests import TOGETHER
 from tests.support.families import make_checkpoint
 from tests.support.internals import core_of, vocab_size_of
-from tests.support.rank_features import DIVISIONS
 from tests.support.speculation import AnyLength, speculating
 from tests.support.tiers import HOST, PAGE_TOKENS, figures, forget, trust
-from tests.support.vision_models import FAMILIES, make_vision_model, picture
+from tests.support.vision_models import make_vision_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 BY_DAY = "mistral3"
 KINDS = [BY_DAY, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("qwen3_vl", "qwen3_5"))]
-
-
-def file(number: int) -> bytes:
-    stream = io.BytesIO()
-    picture(60 + 10 * number % 50, 90, number).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def with_image(ask: Ask, number: int) -> Ask:
-    """Two requests in three have an image, and some of them the same."""
-    return replace(ask, image=file(number % 5)) if number % 3 else ask
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -44,61 +31,49 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.check()
 
 
-def test_an_image_is_part_of_the_answer(alone: Alone) -> None:
-    """Answers would differ if the image of another request were read."""
-    ask = Ask("What is it?", SamplingParams(temperature=0, max_tokens=8, logprobs=1))
-    found = [alone(replace(ask, image=image)).answers[0].logprobs for image in (None, file(1), file(2))]
-    assert all(found.count(one) == 1 for one in found)
+PAIRS = [
+    pytest.param(
+        frozenset({feature, "images"}),
+        id=feature,
+        marks=[pytest.mark.features(feature, "images"), *([] if feature == "images" else [pytest.mark.nightly])],
+    )
+    for feature in FEATURES
+]
+
+
+@pytest.mark.parametrize("features", PAIRS)
+def test_a_feature_beside_images(features: frozenset[str], alone: Alone) -> None:
+    check_combinations([features], alone)
+
+
+@pytest.mark.features(*FEATURES)
+def test_everything_beside_images(alone: Alone) -> None:
+    """All requests with features have images, in one batch that is streamed, preempted and taken from the cache."""
+    check_combinations([features | EVERYWHERE | {"images"} for features in TOGETHER], alone, times=1)
 
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 256, "max_batch_requests": 8}
 
 
+def conversation(number: int) -> list[dict[str, Any]]:
+    """Two in three have an image, some of them the same."""
+    number %= 5
+    image = file_of(60 + 10 * number, 90, number) if number % 3 else None
+    return Ask("What is it?", PARAMS, image=image).messages
+
+
 def conversations() -> list[list[dict[str, Any]]]:
-    asks = [with_image(Ask("What is it?", PARAMS), number) for number in range(5)]
-    return [ask.messages for ask in asks]
+    return [conversation(number) for number in range(7)]
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[Any]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-
-
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model of a kind, or Qwen3-VL with experts."""
-    if request.param != "experts":
-        return make_vision_model(request.param, tmp_path / "model")
-    plain = FAMILIES["qwen3_vl"]
-
-    def config() -> Any:
-        made = plain.config().to_dict()
-        sizes = {"text_config": made["text_config"] | EXPERTS, "vision_config": made["vision_config"]}
-        ids = {name: value for name, value in made.items() if name.endswith("_token_id")}
-        for part in sizes.values():
-            part.pop("model_type")
-        return AutoConfig.for_model("qwen3_vl_moe", **sizes, **ids, tie_word_embeddings=False)
-
-    return make_vision_model("qwen3_vl", tmp_path / "model", replace(plain, config=config))
-
-
-DIVIDED = [
-    pytest.param(
-        "experts" if "enable_expert_parallel" in options else BY_DAY, options, id=name, marks=pytest.mark.nightly
-    )
-    for name, options in DIVISIONS.items()
-]
-
-
-@pytest.mark.parametrize(("folder", "options"), DIVIDED, indirect=["folder"])
-def test_divided_models_read_images(folder: Path, options: dict[str, Any]) -> None:
-    with LLM(str(folder), **OPTIONS) as llm:
-        expected = llm.chat(conversations(), PARAMS)
-    with LLM(str(folder), **OPTIONS, **options) as llm:
-        assert answers(llm.chat(conversations(), PARAMS)) == answers(expected)
+    return make_vision_model(request.param, tmp_path / "model")
 
 
 NEAR = {"quantization": {"quantization": "int8"}, "KV cache in INT8": {"kv_cache_dtype": "int8"}}
@@ -123,7 +98,7 @@ def test_images_come_out_of_a_tier(folder: Path, monkeypatch: pytest.MonkeyPatch
     """Blocks that left the cache come back for the same image alone."""
     monkeypatch.setattr(PAGE_TOKENS, 8)
     tiered = OPTIONS | {"kv_cache_tokens": 64, "block_size": 4, "max_model_len": 64, "kv_tier": HOST}
-    asked = [with_image(Ask("What is it?", PARAMS), number).messages for number in (1, 2, 4)]
+    asked = [conversation(number) for number in (1, 2, 4)]
     with LLM(str(folder), **OPTIONS, prefix_cache=False) as llm:
         expected = [answers(llm.chat(one, PARAMS)) for one in asked]
     with LLM(str(folder), **tiered) as llm:

@@ -8,7 +8,7 @@ from the tests here and elsewhere that are marked with the features that they co
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -17,105 +17,17 @@ import pytest
 
 from kvern import LLM
 from kvern.errors import ConfigError
-from kvern.request.request import Request
 from kvern.request.sampling_params import StructuredOutput
-from tests.support.combined_answers import check_same, pieces
-from tests.support.combined_features import (
-    ADAPTERS,
-    FEATURES,
-    PROMISED,
-    Alone,
-    Ask,
-    Result,
-    Run,
-    at_once,
-    streamed,
-)
+from tests.support.combined_answers import pieces
+from tests.support.combined_batches import EVERYWHERE, check_combinations
+from tests.support.combined_features import ADAPTERS, OF_TEXT, PROMISED, Alone, Ask
 from tests.support.combined_questions import RECORD
 from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
 from tests.support.feature_matrix import ROOT, page, several_ranks
-from tests.support.idle import is_idle
-from tests.support.internals import core_of, vocab_size_of
 from tests.support.served import serving
-from tests.support.speculation import AnyLength, Remembered
 from tests.support.tool_questions import gathered
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-
-
-EVERYWHERE = frozenset(["prefix cache", "preemption", "streaming", "speculation"])
-"""Features that an engine has for all of its requests."""
-
-
-def run_batch(asks: Sequence[Ask], of_engine: frozenset[str], alone: Alone) -> tuple[list[Result], Run]:
-    """One engine with these features answers all of them in one batch; with a prefix cache for the second time, and,
-    where nobody's prompt stays cached for as long as a batch takes, the last request without company twice more."""
-    options = dict(alone.options)
-    for name in of_engine:
-        options |= FEATURES[name].options()
-    if "preemption" in of_engine:
-        options["kv_cache_tokens"] = options["max_model_len"] = too_little_room(asks, alone)
-        options["windowed_kv_cache"] = "off"  # else there is room for all
-    rounds = [asks] * (2 if "prefix cache" in of_engine else 1)
-    if {"prefix cache", "preemption"} <= of_engine:
-        rounds += 2 * [[next(ask for ask in reversed(asks) if ask.features and ask.params.sequences == 1)]]
-    answer = streamed if "streaming" in of_engine else at_once
-    llm = LLM(**options)
-    preempted = watch_preemptions(llm)
-    if "speculation" in of_engine:
-        found = [alone(ask).output for ask in asks]
-        texts = [[*output.prompt_token_ids, *answer.token_ids] for output in found for answer in output.outputs]
-        core_of(llm).drafting = AnyLength(Remembered(texts), vocab_size_of(llm))
-    each: list[list[Result]] = []
-    counts = [0]
-
-    def count(results: list[Result]) -> None:
-        each.append(results)
-        counts.append(llm.statistics().cached_tokens)
-
-    with llm:
-        for asked in rounds:
-            count(answer(llm, asked))
-        assert is_idle(llm)
-        seen = llm.statistics()
-        assert bool(preempted) == bool(seen.preemptions)
-    batches = [results for results in each if len(results) == len(asks)]
-    for result, before in zip(batches[-1], batches[0], strict=True):
-        result.cached_before = before.output.cached_tokens
-    drafts = seen.draft_tokens, seen.accepted_tokens
-    run = Run(preempted, [after - before for before, after in itertools.pairwise(counts)][:2], alone, drafts)
-    if len(each) > len(batches):
-        run.repeated = each[-1][0].output
-    return batches[-1], run
-
-
-def watch_preemptions(llm: LLM) -> set[str]:
-    """The ids of the outputs whose requests will be preempted."""
-    scheduler = core_of(llm).scheduler
-    preempt, seen = scheduler._preempt, set[str]()
-
-    def watched(request: Request) -> None:
-        seen.update(answer.partition("#")[0] for answer in request.answer_ids)
-        preempt(request)
-
-    scheduler._preempt = watched  # type: ignore[method-assign]
-    return seen
-
-
-def check_combinations(combinations: Sequence[frozenset[str]], alone: Alone, times: int = 2) -> None:
-    """Requests of each combination in one batch with plain ones, by an engine with all that any of them needs."""
-    asks = plain_asks()  # before the others, which are then the first to lose their blocks
-    asks += [ask for features in combinations for ask in asks_with(features, times)]
-    of_engine = EVERYWHERE & frozenset().union(*combinations)
-    results, run = run_batch(asks, of_engine, alone)
-    for result in results:
-        for answer, expected in zip(result.answers, alone(result.ask).answers, strict=True):
-            check_same(answer, expected)
-    for features in combinations:
-        mine = [result for result in results if result.ask.features == features]
-        assert mine
-        for name in features:
-            FEATURES[name].check(mine, run)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +46,8 @@ def marks_of(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
 
 
 PAIRS = [
-    pytest.param(frozenset(pair), id="+".join(sorted(set(pair), key=list(FEATURES).index)), marks=marks_of(pair))
-    for pair in itertools.combinations_with_replacement(FEATURES, 2)
+    pytest.param(frozenset(pair), id="+".join(sorted(set(pair), key=OF_TEXT.index)), marks=marks_of(pair))
+    for pair in itertools.combinations_with_replacement(OF_TEXT, 2)
 ]
 
 
@@ -198,10 +110,10 @@ def test_options_of_engines_are_taken_or_refused_by_name(alone: Alone, refused: 
 RARE = ("top_n_sigma", "xtc_probability", "dynatemp_range")
 
 
-@pytest.mark.features(*FEATURES)
+@pytest.mark.features(*OF_TEXT)
 def test_everything_at_once(alone: Alone) -> None:
     """Requests of several features each, all in one batch that is streamed, preempted and taken from the cache."""
-    pairs = itertools.combinations(FEATURES, 2)
+    pairs = itertools.combinations(OF_TEXT, 2)
     assert all(any({*pair} <= features | EVERYWHERE for features in TOGETHER) for pair in pairs), "in one request each"
     check_combinations([features | EVERYWHERE for features in TOGETHER], alone, times=1)
 
@@ -218,6 +130,7 @@ def body_of(ask: Ask) -> dict[str, Any]:
     body: dict[str, Any] = {"model": ask.adapter or "kvern-1m", "messages": ask.messages, "stream": True, **ask.tools}
     body["stream_options"] = {"include_usage": True}
     body |= {"max_tokens": params.max_tokens, "temperature": params.temperature, "n": params.n, "seed": params.seed}
+    body["logit_bias"] = params.logit_bias
     if params.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": params.logprobs}
     if params.structured is not None:
@@ -230,7 +143,7 @@ def body_of(ask: Ask) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-@pytest.mark.features(*FEATURES)
+@pytest.mark.features(*OF_TEXT)
 def test_everything_at_once_over_http(alone: Alone) -> None:
     """The same batch as streams of a server without room."""
     asks = [ask for features in TOGETHER for ask in asks_with(features, 1)] + plain_asks()
@@ -271,6 +184,8 @@ def test_the_page_is_current_and_no_cell_is_empty() -> None:
     assert made == (ROOT / "docs/features.md").read_text(), "python -m tests.support.feature_matrix > docs/features.md"
     tests = {param.id: param.values[0] for param in PAIRS if param.id != "tools+n"}
     with pytest.raises(SystemExit, match="no test combines tools and n"):
+        page(tests, dict.fromkeys(OF_TEXT, ""))
+    with pytest.raises(SystemExit, match="no test combines structured and images"):
         page(tests, PROMISED)
     tried = {"1": frozenset(["n", "tp"])}
     assert "| n | yes |" in several_ranks(tried, {"n": ""}, ["tp"])

@@ -16,7 +16,8 @@ import pytest
 from kvern import LLM, RequestOutput, SamplingParams
 from kvern.engine.engine import Engine
 from tests.support.combined_answers import check_same
-from tests.support.combined_features import FEATURES, Alone, Ask, Result, Run, at_once
+from tests.support.combined_features import FEATURES, OF_TEXT, Alone, Ask, Result, Run, at_once
+from tests.support.combined_images import seeing_model
 from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
 from tests.support.idle import core_here, is_idle
 from tests.support.internals import engine_of
@@ -45,6 +46,12 @@ class Models:
             changes = models_of(feature, division)[family]
             self._options[family] = random_model(family, self.folder / family, **changes)
         return self._options[family]
+
+    def seeing(self, kind: str) -> dict[str, Any]:
+        """Those of an engine with a model of a family that reads images."""
+        if kind not in self._options:
+            self._options[kind] = seeing_model(kind, self.folder / kind)
+        return self._options[kind]
 
     def alone(self, **options: Any) -> Alone:
         key = repr(options)
@@ -151,12 +158,12 @@ def divided(
 def everything_with(division: str) -> list[frozenset[str]]:
     """Of two engines, or ranks with requests of their own, each has room for its half, as it may come."""
     several = not {"data_parallel_size", "enable_dp_attention"}.isdisjoint(DIVISIONS[division])
-    together = frozenset(FEATURES) - ({"preemption"} if several else set())
+    together = frozenset(OF_TEXT) - ({"preemption"} if several else set())
     return [features & together for features in EVERYTHING]
 
 
 class Engines:
-    """One at a time, of the division that is asked for, with what every request of `FEATURES` needs."""
+    """One at a time, of the division that is asked for, with what every request of `OF_TEXT` needs."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -196,7 +203,7 @@ BY_DAY = "tp 2"
 def cells(division: str) -> Iterator[Any]:
     """Each feature, and all of them together."""
     everything = everything_with(division)
-    for feature in FEATURES:
+    for feature in OF_TEXT:
         marks = [pytest.mark.features(feature, division), pytest.mark.nightly]
         yield pytest.param(division, [frozenset([feature])], id=f"{feature}-{division}", marks=marks)
     together = frozenset[str]().union(*everything)
@@ -248,6 +255,32 @@ def test_features_of_engines(feature: str, division: str, family: str | None, mo
                 assert logprobs(at_once(engine.llm, [result.ask])[0]) == logprobs(result)
         if feature == "KV tier":
             check_tier(engine.llm)
+
+
+def with_images(division: str) -> list[frozenset[str]]:
+    """Two of `everything_with`: samples with an adapter, and beams."""
+    samples, _, beams, *_ = everything_with(division)
+    return [samples | {"images"}, beams | {"images"}]
+
+
+WITH_IMAGES = [
+    pytest.param(
+        division,
+        id=division,
+        marks=[pytest.mark.features(*frozenset().union(*with_images(division)), division), pytest.mark.nightly],
+    )
+    for division in DIVISIONS
+]
+
+
+@pytest.mark.parametrize("division", WITH_IMAGES)
+def test_features_beside_images(division: str, models: Models) -> None:
+    whole_experts = "enable_expert_parallel" in DIVISIONS[division]
+    alone = models.alone(**models.seeing("qwen3_vl_moe" if whole_experts else "qwen3_vl"))
+    asks = plain_asks() + [ask for features in with_images(division) for ask in asks_with(features, 1)]
+    options = {"proposer": "ngram"} if "data_parallel_size" in DIVISIONS[division] else {}
+    with divided(division, alone, asks, True, options) as engine:
+        engine.check(with_images(division))
 
 
 def logprobs(result: Result) -> list[Any]:

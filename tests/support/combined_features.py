@@ -1,5 +1,6 @@
 """The features of a request and of the engine: how each is asked for, and what it alone promises."""
 
+import io
 import itertools
 import json
 from abc import ABC, abstractmethod
@@ -10,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from PIL import Image
 
 from kvern import LLM, PromptInput, RequestOutput, SamplingParams
 from kvern.request.outputs import CompletionOutput
@@ -22,6 +24,7 @@ from tests.support.idle import is_idle
 from tests.support.internals import core_of, engine_of
 from tests.support.served import eventually
 from tests.support.trained_adapters import ADAPTERS
+from tests.support.vision_models import picture
 
 OPTIONS: dict[str, Any] = {
     "model": "kvern-1m",
@@ -34,6 +37,8 @@ OPTIONS: dict[str, Any] = {
     "threads": 1,
 }
 BEAMS, ANSWERS = 4, 3
+CALL = 7
+"""The id of `<tool_call>`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +109,16 @@ class Alone:
         assert answer.finish_reason == "stop", answer.text
         return True
 
-    def logprobs(self, result: Result, answer: CompletionOutput, adapter: str | None) -> list[float]:
-        """Log-probabilities of an answer's tokens by the model with an adapter, computed as a prompt."""
+    def logprobs(
+        self, result: Result, answer: CompletionOutput, adapter: str | None, image: bytes | None = None
+    ) -> list[float]:
+        """Log-probabilities of an answer's tokens by the model with an adapter, computed as a prompt.
+
+        `image`: another one of the same size instead of the request's.
+        """
         prompt = result.output.prompt_token_ids
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_from=len(prompt))
-        image = result.ask.image
+        image = image or result.ask.image
         whole = PromptInput([*prompt, *answer.token_ids], () if image is None else (image,))
         [output] = self._llm.generate([whole], params, adapter=adapter)
         tables = (output.prompt_logprobs or [])[len(prompt) :]
@@ -219,10 +229,13 @@ def is_record(text: str) -> bool:
 
 class ToolCalls(Feature):
     """Calls are read out of the answers, and their arguments validate: one call in each where a call is demanded;
-    beside a schema for the answer (then a call cannot be demanded), a call or a record as the model likes."""
+    beside a schema for the answer (then a call cannot be demanded), a record, a call, or either as the model likes, by
+    a bias on the token that begins a call."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         choice = "required" if ask.params.structured is None else "auto"
+        if choice == "auto" and number % 3 < 2:
+            ask = ask.sampling(logit_bias={CALL: 50.0 if number % 3 else -50.0})
         return replace(ask, tools={"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
 
     def check(self, results: Sequence[Result], run: Run) -> None:
@@ -235,6 +248,8 @@ class ToolCalls(Feature):
                 if result.ask.tools["tool_choice"] == "required":
                     assert len(answer.message.tool_calls) == 1
                     assert not answer.message.content
+                elif result.ask.params.logit_bias:
+                    assert bool(answer.message.tool_calls) == (result.ask.params.logit_bias[CALL] > 0)
                 for call in answer.message.tool_calls:
                     jsonschema.validate(json.loads(call.arguments), ARGUMENTS[call.name])
                     calls += 1
@@ -352,6 +367,31 @@ def repeated_pairs(result: Result, answer: CompletionOutput) -> int:
     return sum(pairs[place] in pairs[:place] for place in range(before, len(pairs)))
 
 
+class Images(Feature):
+    """Each request reads its own image: with another one of the same size, tokens of its answer are less or more
+    probable. The batch holds several images, one of them twice, and requests without any."""
+
+    def ask(self, ask: Ask, number: int) -> Ask:
+        return replace(ask, image=file_of(60 + 15 * (number % 2), 90, number % 2))
+
+    def check(self, results: Sequence[Result], run: Run) -> None:
+        images = [result.ask.image for result in results]
+        assert None not in images and 1 < len({*images}) < len(images)
+        for result in results:
+            assert result.ask.image is not None
+            other = file_of(*Image.open(io.BytesIO(result.ask.image)).size, seed=2)
+            for answer in result.answers:
+                own, wrong = (run.alone.logprobs(result, answer, result.ask.adapter, each) for each in (None, other))
+                assert max(abs(one - another) for one, another in zip(own, wrong, strict=True)) > 10 * CLOSE
+
+
+def file_of(width: int, height: int, seed: int) -> bytes:
+    """The file of a picture."""
+    stream = io.BytesIO()
+    picture(width, height, seed).save(stream, "PNG")
+    return stream.getvalue()
+
+
 class PrefixCache(Feature):
     """The second time, prompts come out of the cache, and the answers are those of an engine without one. Where there
     is too little room to keep a batch, that is so of a request which comes twice in a row."""
@@ -405,10 +445,13 @@ FEATURES: dict[str, Feature] = {
     "logprobs": Logprobs(),
     "LoRA": Adapters(),
     "DRY": Repetitions(),
+    "images": Images(),
     "prefix cache": PrefixCache(),
     "preemption": Preemption(),
     "streaming": Streaming(),
     "speculation": Speculation(),
 }
+OF_TEXT = [name for name in FEATURES if name != "images"]
+"""The features that models have which read no images."""
 
 PROMISED = {name: " ".join((feature.__doc__ or "").split()) for name, feature in FEATURES.items()}

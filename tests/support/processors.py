@@ -27,6 +27,7 @@ def install(folder: Path) -> Path:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: processors-of-tests\nVersion: 1.0\n")
     lines = [f"{name} = tests.support.processors:{kind}" for name, kind in NAMES.items()]
     lines += ["missing = tests.support.processors:Missing", "function = tests.support.processors:install"]
+    lines += ["lose engine = tests.support.lost_encoders:LoseEngine"]
     (metadata / "entry_points.txt").write_text("\n".join(["[kvern.logits_processors]", *lines, ""]))
     return folder
 

@@ -37,31 +37,32 @@ MEAN: dict[str, Any] = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.4, 0
 
 
 def idefics3() -> Any:
-    return _idefics("idefics3")
+    """Its patches leave pixels over at the edges of tiles."""
+    return _idefics("idefics3", 36)
 
 
 def smolvlm() -> Any:
-    return _idefics("smolvlm")
+    return _idefics("smolvlm", 32)
 
 
-def _idefics(kind: str) -> Any:
+def _idefics(kind: str, side: int) -> Any:
     from transformers import AutoConfig
 
-    vision = {**VIT, "hidden_act": "gelu_pytorch_tanh"}
+    vision = {**VIT, "hidden_act": "gelu_pytorch_tanh", "image_size": side}
     return AutoConfig.for_model(
         kind, text_config=TEXT, vision_config=vision, image_token_id=3, tie_word_embeddings=False, pad_token_id=0
     )
 
 
-def smolvlm_processor(edge: int = 96) -> Any:
+def smolvlm_processor(edge: int = 96, tile: int = 32) -> Any:
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    return SmolVLMImageProcessorPil(size={"longest_edge": edge}, max_image_size={"longest_edge": 32}, **MEAN)
+    return SmolVLMImageProcessorPil(size={"longest_edge": edge}, max_image_size={"longest_edge": tile}, **MEAN)
 
 
 def idefics_processor() -> Any:
     """Fewer tiles: the place of each is many tokens."""
-    return smolvlm_processor(64)
+    return smolvlm_processor(72, 36)
 
 
 def llava() -> Any:

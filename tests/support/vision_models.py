@@ -105,11 +105,11 @@ def _qwen3_5() -> Any:
     return AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
 
 
-def _qwen3_vl() -> Any:
+def _qwen3_vl(kind: str = "qwen3_vl", **experts: Any) -> Any:
     from transformers import AutoConfig
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True, "mrope_section": [4, 2, 2]}
-    text = TEXT | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope}
+    text = TEXT | {"num_hidden_layers": 3, "head_dim": 16, "rope_parameters": rope} | experts
     vision = {
         "hidden_size": 48,
         "intermediate_size": 80,
@@ -122,7 +122,12 @@ def _qwen3_vl() -> Any:
         "deepstack_visual_indexes": [0, 1],
     }
     ids = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 3, "vision_end_token_id": 4}
-    return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    return AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+
+
+def _qwen3_vl_moe() -> Any:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    return _qwen3_vl("qwen3_vl_moe", **experts)
 
 
 def _qwen2_vl() -> Any:
@@ -241,6 +246,9 @@ FAMILIES = {
     ),
     "qwen3_vl": Family(
         _qwen3_vl, _qwen_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 32
+    ),
+    "qwen3_vl_moe": Family(
+        _qwen3_vl_moe, _qwen_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 32
     ),
     "qwen3_5": Family(
         _qwen3_5, _qwen_processor, QWEN, "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", 32

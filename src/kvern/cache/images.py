@@ -18,7 +18,7 @@ No torch, and no clock: the first rank decides, and the others are told.
 import enum
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -232,7 +232,8 @@ class ImagePool(CacheExtension):
 
     def _begin(self, span: ImageSpan) -> _Image:
         self._count += 1
-        image = _Image(self._count, span, self._pool.allocate(span.rows))
+        shown = span._replace(file=replace(span.file, data=b""))  # rows outlive requests, and files do not
+        image = _Image(self._count, shown, self._pool.allocate(span.rows))
         self._images[span.key] = self._pending[image.number] = image
         self._decoder.begin(image.number, span.file.data)
         return image

@@ -37,7 +37,7 @@ class CentreCrop(Resizing):
 
 def square(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of an encoder that reads squares. Raises UnsupportedModel."""
-    side = spec.table * spec.patch
+    side = spec.square
     size, crop = (_sides(given.get(name)) for name in ("size", "crop_size"))
     edge, crops = size.get("shortest_edge"), given.get("do_center_crop", True)
     resizing: Resizing | None = None

@@ -78,7 +78,10 @@ class Views:
         return self._known[sizes]
 
     def patches(self, view: View, patch: int) -> Pixels:
-        """Returns the pixels of a view's patches, piece by piece and row by row: `[P, channels * patch * patch]`."""
+        """Returns the pixels of a view's patches, piece by piece and row by row: `[P, channels * patch * patch]`.
+
+        What is left of a piece at its right and lower edge is in no patch.
+        """
         picture = self._resized(view.sizes)
         if view.canvas != picture.size or view.corner != (0, 0):
             from PIL import Image
@@ -87,8 +90,13 @@ class Views:
             canvas.paste(picture, view.corner)
             picture = canvas
         pieces, grid = view.pieces, view.grid(patch)
+        width, height = view.canvas
+        whole = numpy.asarray(picture).reshape(
+            pieces.rows, height // pieces.rows, pieces.columns, width // pieces.columns, 3
+        )
         shape = (pieces.rows, grid.rows, patch, pieces.columns, grid.columns, patch, 3)
-        squares = numpy.asarray(picture).reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
+        covered = whole[:, : grid.rows * patch, :, : grid.columns * patch]
+        squares = covered.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
         return squares.reshape(pieces.cells * grid.cells, -1)
 
 

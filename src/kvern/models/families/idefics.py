@@ -33,7 +33,7 @@ def idefics3_vision(config: Config) -> VisionSpec:
         vit.tower(vit.layers, renames, config.get("dtype") or config.get("torch_dtype")),
         vit.patch,
         None,
-        MatrixSpec(int(config["text_config"]["hidden_size"]), int(config.get("scale_factor", 2))),
+        MatrixSpec(int(config["text_config"].get("hidden_size", 4096)), int(config.get("scale_factor", 2))),
         ImageTokens(
             "<image>",
             "\n",
@@ -45,6 +45,7 @@ def idefics3_vision(config: Config) -> VisionSpec:
         int(config.get("image_token_id", 128257)),
         "kvern.images.idefics:idefics3",
         table=vit.patches,
+        side=vit.side("image_size"),
         patch_bias=True,
         last_norm=True,
     )
