@@ -1,4 +1,4 @@
-"""Prompts with images beside a draft head of the model's own, and with adapters of its language model."""
+"""Prompts with images beside a draft head of the model's own, and with adapters or codes of its language model."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvern import LLM, SamplingParams
+from kvern import LLM, RequestOutput, SamplingParams
+from tests.support.four_bit_checkpoints import AWQ
 from tests.support.head_drafting import drafting
+from tests.support.packers import awq, store
 from tests.support.peft_adapters import make_adapter, merge
 from tests.support.vision_models import expected_logprobs, make_vision_model, picture
 
@@ -55,7 +57,21 @@ def test_adapters_change_the_language_model(kind: str, tmp_path: Path) -> None:
     with LLM(str(folder), adapters={"one": str(adapter)}, **OPTIONS) as llm:
         for name, model in (("one", merged), (None, folder)):
             [output] = llm.chat(TALK, PARAMS, adapter=name)
-            answer, begin = output.outputs[0], len(output.prompt_token_ids)
-            expected = expected_logprobs(kind, model, [*output.prompt_token_ids, *answer.token_ids], IMAGES)
-            for place, (token, entry) in enumerate(zip(answer.token_ids, answer.logprobs or [], strict=True)):
-                assert entry[token].logprob == pytest.approx(float(expected[begin + place - 1, token]), abs=1e-4)
+            check(kind, model, output)
+
+
+def check(kind: str, folder: Path, output: RequestOutput) -> None:
+    """The answer's log-probabilities are those of transformers with the model in a folder."""
+    answer, begin = output.outputs[0], len(output.prompt_token_ids)
+    expected = expected_logprobs(kind, folder, [*output.prompt_token_ids, *answer.token_ids], IMAGES)
+    for place, (token, entry) in enumerate(zip(answer.token_ids, answer.logprobs or [], strict=True)):
+        assert entry[token].logprob == pytest.approx(float(expected[begin + place - 1, token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", pytest.param("qwen3_vl", marks=pytest.mark.nightly)])
+def test_a_quantized_language_model_has_a_plain_encoder(kind: str, tmp_path: Path) -> None:
+    folder = make_vision_model(kind, tmp_path / "model")
+    made = store(folder, tmp_path, awq, r"^model\.layers\.\d+\.(self_attn|mlp)\..*_proj$", AWQ)
+    with LLM(str(made.quantized), **OPTIONS) as llm:
+        [output] = llm.chat(TALK, PARAMS.replace(max_tokens=4))
+    check(kind, made.rounded, output)

@@ -26,7 +26,7 @@ from kvern.layers.embedding import EmbeddedTokens
 from kvern.models.image_models import vision_of
 from kvern.models.loader import read_config
 from tests.support.idle import is_idle
-from tests.support.internals import runner_of
+from tests.support.internals import core_of, engine_of, runner_of
 from tests.support.served import Served, serving
 from tests.support.vision_models import FAMILIES, expected_logprobs, expected_pixels, make_vision_model, picture
 
@@ -170,6 +170,30 @@ def test_chunks_end_anywhere_within_an_image(kind: str, folder: Path) -> None:
         with engine(folder, max_batch_tokens=tokens, max_batch_requests=1) as llm:
             [output] = llm.chat(talk(*parts), PARAMS)
             check(kind, folder, output, images)
+
+
+def test_a_hit_ends_within_an_image(kind: str, folder: Path) -> None:
+    """A request left while an image was computed, and the next one with it begins there; with another, before it."""
+    if FAMILIES[kind].longest_span:
+        pytest.skip("its images are computed whole")
+    one, other = picture(140, 140, 11), picture(140, 140, 12)
+    with engine(folder, max_batch_tokens=4, max_batch_requests=1, block_size=4) as llm:
+        held, asked = engine_of(llm), llm.chat_request(talk("see", one, "what"), PARAMS).prompt
+        assert isinstance(asked, PromptInput)
+        first = asked.token_ids.index(FAMILIES[kind].image_id)
+        gone = held.add("gone", asked, PARAMS)
+        while core_of(llm).scheduler.get("gone#0").num_computed_tokens < first + 7:
+            held.step()
+        held.abort(["gone"])
+        while held.has_work or not gone.finished:
+            held.step()
+        [changed] = llm.chat(talk("see", other, "what"), PARAMS)
+        [again] = llm.chat(talk("see", one, "what"), PARAMS)
+        has_states = "layer_types" in read_config(folder)["text_config"] and kind == "qwen3_5"
+        assert changed.cached_tokens <= first and (has_states or again.cached_tokens > first + 2)
+        assert again.cached_tokens < first + again.prompt_token_ids.count(FAMILIES[kind].image_id)
+        check(kind, folder, changed, [other])
+        check(kind, folder, again, [one])
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,6 @@ def test_the_page_is_current_and_no_cell_is_empty() -> None:
     with pytest.raises(SystemExit, match="no test combines structured and images"):
         page(tests, PROMISED)
     tried = {"1": frozenset(["n", "tp"])}
-    assert "| n | yes |" in several_ranks(tried, {"n": ""}, ["tp"])
+    assert "| n | promised |" in several_ranks(tried, {"n": "promised"}, ["tp"])
     with pytest.raises(SystemExit, match="no test combines n and dp"):
         several_ranks(tried, {"n": ""}, ["tp", "dp"])

@@ -12,7 +12,7 @@ from kvern.sample.processors import ProcessorModel
 from tests.support.processors import Shift
 
 STAGES = ("decoding", "encoding")
-"""Where engines end: when a child process has the file, and between two layers of the encoder."""
+"""Where engines end: when a child process has the file, and before the encoder has ended."""
 FOLDER = "FOLDER_OF_LOST_ENGINES"
 """The environment variable that names the folder with a file for each stage at which an engine has ended."""
 
@@ -21,20 +21,21 @@ class LoseEngine(Shift):
     """Its making is what counts."""
 
     def __init__(self, model: ProcessorModel) -> None:
-        ask, by_layers = decoders._ask, VisionTower.by_layers
+        ask, by_parts = decoders._ask, VisionTower.by_parts
 
         def asked(*given: Any) -> Any:
             end_once("decoding")
             return ask(*given)
 
         def interrupted(*given: Any) -> Iterator[Any]:
-            layers = by_layers(*given)
-            yield next(layers)
+            parts = by_parts(*given)
+            yield next(parts)
+            yield next(parts)  # as many as are rehearsed at start
             end_once("encoding")
-            yield from layers
+            yield from parts
 
         decoders._ask = asked
-        VisionTower.by_layers = interrupted  # type: ignore[method-assign]
+        VisionTower.by_parts = interrupted  # type: ignore[method-assign]
 
 
 def end_once(stage: str) -> None:

@@ -203,7 +203,7 @@ class InputProcessor:
     def _embedder(self) -> "PictureReader":
         from kvern.images.embedded import PictureReader
 
-        spec = vision_of(read_json(self._folder / "config.json"))
+        spec = vision_in(self._folder, read_json(self._folder / "config.json"))
         assert spec is not None, "the model reads no images"
         return PictureReader.of(self._folder, spec)
 

@@ -69,7 +69,7 @@ class Anyres(Resizing):
 
 def anyres(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of LLaVA-NeXT. Raises UnsupportedModel."""
-    side = spec.square
+    side = spec.table * spec.patch
     size, crop = given["size"], given.get("crop_size") or {"height": side, "width": side}
     points = given.get("image_grid_pinpoints") or USUAL
     canvases = tuple((int(wide), int(high)) for high, wide in points)

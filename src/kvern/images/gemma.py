@@ -25,7 +25,7 @@ class Square(Resizing):
 
 def gemma3(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of Gemma 3. Raises UnsupportedModel."""
-    side = spec.square
+    side = spec.table * spec.patch
     if given["size"] != {"height": side, "width": side} or given.get("do_pan_and_scan"):
         raise UnsupportedModel(
             f"size of the image processor is {shown(given['size'])}, and do_pan_and_scan "

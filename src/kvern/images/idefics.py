@@ -70,11 +70,11 @@ class Splitting(Resizing):
 def idefics3(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of Idefics 3 and SmolVLM. Raises UnsupportedModel."""
     edge, tile = (given.get(name, {}).get("longest_edge") for name in ("size", "max_image_size"))
-    if not isinstance(edge, int) or edge < 1 or tile != spec.square:
+    if not isinstance(edge, int) or edge < 1 or not isinstance(tile, int) or tile // spec.patch != spec.table:
         raise UnsupportedModel(
             f"size and max_image_size of the image processor are {shown(given.get('size'))} and "
-            f"{shown(given.get('max_image_size'))}: a longest_edge is supported, in the latter that of the encoder, "
-            f"{spec.square}"
+            f"{shown(given.get('max_image_size'))}: a longest_edge is supported, in the latter {spec.table} patches of "
+            f"{spec.patch} pixels, as the encoder has them"
         )
     resizing = Splitting(edge, tile, bool(given.get("do_image_splitting", True)))
     return common_settings(given, resizing, spec.patch, spec.merge)

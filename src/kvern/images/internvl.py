@@ -46,7 +46,7 @@ class BestShape(Resizing):
 
 def internvl(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of InternVL. Raises UnsupportedModel."""
-    side, size = spec.square, given["size"]
+    side, size = spec.table * spec.patch, given["size"]
     if size not in ({"height": side, "width": side}, side):
         raise UnsupportedModel(f"size of the image processor is {shown(size)}: the encoder's {side} is supported")
     return common_settings(given, _shapes(given, spec), spec.patch, spec.merge)
@@ -55,4 +55,4 @@ def internvl(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
 def _shapes(given: Mapping[str, Any], spec: VisionSpec) -> Resizing:
     """Tiles as the settings say: transformers' processor of this model cuts them unless a caller forbids it."""
     least, most = int(given.get("min_patches", 1)), int(given.get("max_patches", 12))
-    return BestShape(spec.square, least, most)
+    return BestShape(spec.table * spec.patch, least, most)

@@ -37,9 +37,9 @@ class CentreCrop(Resizing):
 
 def square(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
     """The settings of an encoder that reads squares. Raises UnsupportedModel."""
-    side = spec.square
     size, crop = (_sides(given.get(name)) for name in ("size", "crop_size"))
     edge, crops = size.get("shortest_edge"), given.get("do_center_crop", True)
+    side = _side((crop if crops and crop else size).get("height"), spec)
     resizing: Resizing | None = None
     if isinstance(edge, int) and edge >= side and crops and crop == {"height": side, "width": side}:
         resizing = CentreCrop(edge, side)
@@ -52,6 +52,12 @@ def square(given: Mapping[str, Any], spec: VisionSpec) -> ImageSettings:
             "supported, resized or cut from the middle"
         )
     return common_settings(given, resizing, spec.patch, spec.merge)
+
+
+def _side(given: object, spec: VisionSpec) -> int:
+    """The side of the squares in pixels: the processor's, of which the last ones may be in no patch."""
+    least = spec.table * spec.patch
+    return given if isinstance(given, int) and least <= given < least + spec.patch else least
 
 
 def _sides(given: object) -> Mapping[str, Any]:

@@ -51,7 +51,7 @@ def vision_in(folder: Path, config: Config) -> "VisionSpec | None":
     Raises UnsupportedModel.
     """
     spec = vision_of(config)
-    if spec is None or spec.image_id >= 0:
+    if spec is None or spec.image_id >= 0 or not spec.tokens.image:
         return spec
     found = imported("kvern.text.tokenizer:Tokenizer")(folder).token_to_id(spec.tokens.image)
     if found is None:

@@ -144,8 +144,6 @@ class VisionSpec:
 
     tower      the layers over patches, `[P, tower.hidden_size]`; each sees those of its own piece of an image
     patch      pixels on the side of a patch
-    side       pixels on the side of the squares that the encoder reads, whose last ones may be in no patch; 0: as many
-               as `table` patches have
     image_id   the id of tokens that have a row of an image; -1: that of `tokens.image` in the tokenizer
     table      the side of a square table of learned positions, between which patches lie; 0: there is none
     between    how they lie between them: "corners" and "centres" are linear, the latter over means of positions that
@@ -184,12 +182,6 @@ class VisionSpec:
     clipped: bool = False
     spans: bool = False
     learned: tuple[Literal["lead", "newline"], ...] = ()
-    side: int = 0
-
-    @property
-    def square(self) -> int:
-        """The pixels on the side of the squares that the encoder reads."""
-        return self.side or self.table * self.patch
 
     @property
     def lead(self) -> bool:

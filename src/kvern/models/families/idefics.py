@@ -45,7 +45,6 @@ def idefics3_vision(config: Config) -> VisionSpec:
         int(config.get("image_token_id", 128257)),
         "kvern.images.idefics:idefics3",
         table=vit.patches,
-        side=vit.side("image_size"),
         patch_bias=True,
         last_norm=True,
     )

@@ -59,7 +59,6 @@ def llava_vision(config: Config) -> VisionSpec:
         int(config.get("image_token_index", config.get("image_token_id", 32000))),
         "kvern.images.square:square",
         table=vit.patches,
-        side=vit.side("image_size"),
         patch_bias=not is_clip,
         first_norm=is_clip,
         learned=("lead",) if is_clip else (),
