@@ -355,6 +355,9 @@ def test_a_checkpoint_without_its_encoder_reads_text(
 ) -> None:
     asked = [{"role": "user", "content": "what is this"}]
     expected = llm.chat(asked, PARAMS)[0].outputs
+    with engine(folder) as fresh:
+        found = hits(fresh)
+    assert max(cached or 0 for cached, _ in found) > 64
     text_alone = tmp_path / "model"
     shutil.copytree(folder, text_alone)
     tensors = load_file(text_alone / "model.safetensors")
@@ -372,7 +375,16 @@ def test_a_checkpoint_without_its_encoder_reads_text(
                 InvalidRequest, match=r"messages\[0\].content\[0\] is of kind image: this model reads text"
             ):
                 other.chat(talk(picture(9, 9)), PARAMS)
+            assert hits(other) == found, "an encoder beside the model costs texts their place in the cache"
         assert "the model reads no images here" in caplog.text
+
+
+def hits(llm: LLM) -> list[tuple[int | None, list[int]]]:
+    """What the prefix cache has of texts that begin alike, and their answers."""
+    text = list(range(40, 140))
+    prompts = [text, text, [*text, 7, 8, 9], [*text[:50], *text[:30]], text[:64]]
+    outputs = [llm.generate([PromptInput(prompt)], PARAMS)[0] for prompt in prompts]
+    return [(output.cached_tokens, output.outputs[0].token_ids) for output in outputs]
 
 
 def test_what_is_left_out_changes_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
