@@ -128,7 +128,13 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
     ("serve m --enable-log-requests --max-log-len 100", {"log_requests": "summary"}),
     ("serve m --download-dir /d --load-format safetensors --revision main", {"download_dir": "/d", "revision": "main"}),
     ("serve m --load-format dummy --dtype float", {"load_format": "dummy", "dtype": "float32"}),
-    ("serve m --swap-space 4 --cpu-offload-gb 0", {}),
+    ("serve m --swap-space 4 --cpu-offload-gb 0", {"kv_tier": ("host:4GiB",)}),
+    ("serve m --kv-offloading-size 2.5 --kv-offloading-backend native", {"kv_tier": ("host:2.5GiB",)}),
+    ("serve m --swap-space 0 --kv-offloading-size 0", {}),
+    ("serve m --enable-hierarchical-cache", {"kv_tier": ("host",)}),
+    ("serve m --enable-hierarchical-cache --hicache-size 30", {"kv_tier": ("host", "host:30GB")}),
+    ("serve m --kv-tier host:1GB --kv-tier disk:/a:5GB", {"kv_tier": ("host:1GB", "disk:/a:5GB")}),
+    ("serve m --kv-tier host:1GB disk:/a:5GB", {"kv_tier": ("host:1GB", "disk:/a:5GB")}),
     ("serve m --quantization fp8", {"quantization": "fp8"}),
     ("serve m -q int8", {"quantization": "int8"}),
     ("serve m -q none", {}),
@@ -248,16 +254,17 @@ def test_documented_benchmarks_are_understood() -> None:
 
 
 def test_what_has_no_effect_is_said_once() -> None:
-    _, notes = parsed("serve m --swap-space 4 --swap-space=8 --enable-auto-tool-choice --no-enable-expert-parallel")
-    assert notes == [
-        "--swap-space has no effect: a request that must make room is computed again, none is swapped to host memory"
-    ]
+    _, notes = parsed(
+        "serve m --compilation-config 4 --compilation-config=8 --enable-auto-tool-choice --no-enable-expert-parallel"
+    )
+    (note,) = notes
+    assert note.startswith("--compilation-config has no effect: nothing is compiled by torch.compile")
 
 
 def test_files_may_use_names_of_vllm(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "model: m\nmax-num-seqs: 64\nenforce-eager: true\nenable-prefix-caching: false\nswap-space: 4\n"
+        "model: m\nmax-num-seqs: 64\nenforce-eager: true\nenable-prefix-caching: false\nuvicorn-log-level: info\n"
         "served-model-name: a\nlora-modules: [sql=/a, {name: math, path: /b}]\ntensor_parallel_size: 1\n"
         "max-model-len: auto\ntrust-remote-code: false\nquantization: null\ngeneration-config: vllm\n"
     )
@@ -272,7 +279,7 @@ def test_files_may_use_names_of_vllm(tmp_path: Path) -> None:
         "generation_config": "none",
         "api_key": ("k",),
     }
-    assert [note.partition(" has")[0] for note in notes] == [f"{file}: swap-space"]
+    assert [note.partition(" has")[0] for note in notes] == [f"{file}: uvicorn-log-level"]
 
 
 @pytest.mark.parametrize("count", range(4))

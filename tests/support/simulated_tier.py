@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from kvern.cache.messages import PageLoad, PageSave
+from kvern.request.store_figures import StoreFigures
 
 Cells = list[list[object]]
 """The contents of the blocks of a page."""
@@ -48,6 +49,9 @@ class SimulatedTier:
     def answered(self, question: int) -> bool:
         self._questions[question] -= 1
         return self._questions[question] < 0
+
+    def figures(self) -> dict[str, StoreFigures]:
+        return {}
 
     def keep(self, save: PageSave, cells: Cells) -> None:
         """The device's side: a page is saved."""

@@ -6,8 +6,8 @@ from typing import Any
 from kvern import LLM, SamplingParams
 from kvern.cache import messages
 from kvern.request.outputs import CompletionOutput
+from kvern.request.store_figures import StoreFigures
 from kvern.runner.tier import Tier
-from kvern.tiers.figures import StoreFigures
 from tests.support.idle import core_here, is_idle
 from tests.support.served import eventually
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from kvern.request.step import ExtensionMessage, GrownTable
+from kvern.request.store_figures import StoreFigures
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,10 @@ class TierIndex(Protocol):
 
     def ask(self, keys: Iterable[bytes]) -> int | None:
         """Begins to ask distant stores for pages. Returns what `answered` takes; None: there is nothing to wait for."""
+        ...
+
+    def figures(self) -> dict[str, StoreFigures]:
+        """Returns the figures of the stores by name."""
         ...
 
     def answered(self, question: int) -> bool:

@@ -24,6 +24,7 @@ from kvern.cache.extension import CacheExtension
 from kvern.cache.keys import block_keys
 from kvern.cache.messages import PageLoad, PageSave, TierIndex, TierMessage
 from kvern.cache.radix import CacheMemory, Node
+from kvern.request.events import EngineStatistics
 from kvern.request.request import Request, State
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 
@@ -78,6 +79,9 @@ class TierTraffic(CacheExtension):
     @property
     def is_loading(self) -> bool:
         return bool(self._loading or self._unanswered or self._saves)
+
+    def count(self, statistics: EngineStatistics) -> None:
+        statistics.stores = self._tier.figures()
 
     def arrived(self, request: Request, contents: Sequence[int]) -> None:
         path, _, _ = self._tree.match(request.cache_namespace, contents, request.most_cached)

@@ -1,6 +1,7 @@
 """Makes an engine from a configuration: the executor with the model, and the scheduler over what it has room for."""
 
 import contextlib
+import dataclasses
 import errno
 import math
 import time
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvern.cache.manager import KVCacheManager, MakeExtension
 from kvern.config import EngineConfig
+from kvern.cpu.cores import available_memory
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
 from kvern.drafting.proposer import PROPOSERS
@@ -30,6 +32,7 @@ from kvern.runner.plan import Layout
 from kvern.runner.startup import Startup
 from kvern.spec.facts import ModelFacts
 from kvern.spec.model import ModelSpec
+from kvern.tiers.arena import HOST, sized
 
 if TYPE_CHECKING:
     from kvern.cache.messages import TierIndex
@@ -80,6 +83,9 @@ def build_core(
 
     Raises KvernError subclasses.
     """
+    if HOST in config.kv_tier:  # all ranks have the same size
+        options = sized(config.kv_tier, available_memory() // config.data_parallel_size)
+        config = dataclasses.replace(config, kv_tier=options)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     if config.ranks > 1:
         from kvern.runner.ranks.rank_limits import check_ranks

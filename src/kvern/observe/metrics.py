@@ -7,12 +7,13 @@ from itertools import zip_longest
 from typing import Any, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvern.plugins import imported
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
+from kvern.request.store_figures import GAUGES, StoreFigures, summed
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,56 @@ class ExpertTokens(Collector):
         yield family
 
 
+STORES = {
+    "hit_tokens": "Tokens of prompts that were loaded from a store.",
+    "missed_tokens": "Tokens of pages that a store did not have when they were loaded.",
+    "stored_tokens": "Tokens whose pages a store took.",
+    "evicted_pages": "Pages of a store that made room for others.",
+    "late_tokens": "Tokens that had not come in time, and were computed.",
+    "corrupt_pages": "Pages with a wrong header or sum.",
+    "refused_tokens": "Tokens that were computed because loading them would have taken longer.",
+    "skipped_tokens": "Tokens that were not saved.",
+    "failures": "Calls of a store that raised, lied or did not end.",
+    "read_bytes": "Bytes of pages that were loaded.",
+    "written_bytes": "Bytes of pages that were saved.",
+    "read_seconds": "Seconds of calls that load.",
+    "written_seconds": "Seconds of calls that save.",
+    "latency_seconds": "The part of a load's price that does not depend on its size.",
+    "bandwidth": "Bytes a second of a load's price.",
+    "is_on": "1 if a store is asked, 0 while it is off because it failed.",
+}
+"""Figures of stores by their fields, each with its help."""
+
+
+class StoreMetrics(Collector):
+    """The figures of the stores of a KV tier, summed over restarts of the engine."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self._earlier: dict[str, StoreFigures] = {}
+        self._now: Mapping[str, StoreFigures] = {}
+
+    def update(self, stores: Mapping[str, StoreFigures]) -> None:
+        """Sets the figures of the running engine by the stores' names."""
+        self._now = stores
+
+    def restarted(self) -> None:
+        """Keeps the counts of an engine that was replaced."""
+        self._earlier = summed([self._earlier, self._now])
+        self._now = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields one family for each figure, with the label `store`; nothing without stores."""
+        found = summed([self._earlier, self._now])
+        names = [*self._labels, "store"]
+        for field, text in STORES.items() if found else ():
+            kind = GaugeMetricFamily if field in GAUGES else CounterMetricFamily
+            family = kind(f"kvern:tier_{field}", text, labels=names)
+            for name, figures in found.items():
+                family.add_metric([*self._labels.values(), name], float(getattr(figures, field)))
+            yield family
+
+
 def busiest_rows(tokens: Sequence[Sequence[int]]) -> list[tuple[str, str]]:
     """Returns rows for a final table: the load of the busiest expert relative to an even share; none without
     experts."""
@@ -195,6 +246,8 @@ class Metrics:
         self._answer_length = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
         self.experts = ExpertTokens(self._labels)
         self.registry.register(self.experts)
+        self.stores = StoreMetrics(self._labels)
+        self.registry.register(self.stores)
         self._finished = self._family(Counter, "request_success", "Answers that ended, by reason.", "finished_reason")
 
     def watch_gpu(self, uuid: str) -> None:
@@ -211,6 +264,7 @@ class Metrics:
         self._waiting.set(statistics.waiting)
         self._usage.set(statistics.kv_cache_usage)
         self._target.set(statistics.target_itl)
+        self.stores.update(statistics.stores)
         steps = statistics.steps - seen.steps
         if not steps:
             return
@@ -236,6 +290,7 @@ class Metrics:
         self._restarts.inc()
         self._seen = EngineStatistics()
         self.experts.restarted()
+        self.stores.restarted()
 
     def first_token(self, seconds: float) -> None:
         """Records the seconds from a request to its first token."""

@@ -93,6 +93,24 @@ class Switch(Rule):
 
 
 @dataclass(frozen=True)
+class HostMemory(Rule):
+    """A flag that gives the KV cache host memory: so many units, 0 for none, or without a value as much as fits."""
+
+    unit: str = ""
+    takes: int = 1
+
+    def options(self, values: Sequence[str], on: bool) -> Options:
+        if not self.takes:
+            return [("kv_tier", "host")] if on else []
+        if not re.fullmatch(r"\d+(\.\d*)?", values[0]):
+            raise ConfigError(f"is {values[0]!r}: it must be a number of {self.unit}")
+        return [("kv_tier", f"host:{values[0]}{self.unit}")] if float(values[0]) else []
+
+    def help(self) -> str:
+        return f"is kvern's {flag('kv_tier')} host{f':SIZE, in {self.unit}' * bool(self.takes)}"
+
+
+@dataclass(frozen=True)
 class Idle(Rule):
     """A flag without effect, for the reason `why`. With `only`, it has no effect for these values and others are
     refused."""

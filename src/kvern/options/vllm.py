@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvern.options.rules import (
     Backend,
+    HostMemory,
     Idle,
     Named,
     Partly,
@@ -32,7 +33,7 @@ MEDIA = "images are read as the model's folder says, and no audio or video"
 ALWAYS = "it is always so"
 LOGS = "kvern's log holds warnings and errors; --log-requests adds a line for each request"
 NO_DRAFT = "speculative decoding is --draft-model MODEL, or --proposer ngram; as many drafts are verified as pay"
-NO_TRANSFER = "blocks go to other places through a tier of an installed package: --kv-tier NAME"
+NO_TRANSFER = "the KV cache is kept in stores, and other packages may add some: --kv-tier host:32GB disk:/path:500GB"
 NO_PLUGIN = "kvern takes plugins from installed packages, by their entry points"
 SPLIT = "prompts are split over steps within --max-batch-tokens, beside decodes within --target-itl"
 POOLING = "/v1/embeddings answers for models that are trained for it; /v1/rerank and /v1/score go by the model's folder"
@@ -118,7 +119,12 @@ VLLM: dict[str, Rule] = {
     ),
     "kv_cache_memory_bytes": Refused("the cache is sized by --kv-cache-tokens, or by --gpu-memory-share"),
     "num_gpu_blocks_override": Refused("the cache is sized in tokens: --kv-cache-tokens, blocks times --block-size"),
-    "swap_space": Idle("a request that must make room is computed again, none is swapped to host memory", 1),
+    "swap_space": HostMemory("GiB"),
+    "kv_offloading_size": HostMemory("GiB"),
+    "kv_offloading_backend": Idle("host memory is kvern's own", 1),
+    "enable_hierarchical_cache": HostMemory(takes=0),  # this and the next two are SGLang's
+    "hicache_size": HostMemory("GB"),
+    "hicache_ratio": Idle("host memory for the KV cache is sized by --kv-tier host:SIZE", 1),
     "cpu_offload_gb": Idle("weights stay on the device whole", 1, only=("0", "0.0")),
     "calculate_kv_scales": Idle("scales of keys and values that a checkpoint lacks are measured at the start"),
     "enable_prefix_caching": Switch("prefix_cache"),
@@ -233,8 +239,7 @@ ALIKE: dict[Rule, tuple[str, ...]] = {
     Refused("give it by --hf-overrides"): ("rope_scaling", "rope_theta"),
     Refused("vectors have the form that the model's own files say"): ("pooler_config", "override_pooler_config"),
     Refused("there are no models of such layers"): ("mamba_block_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-    Refused(NO_TRANSFER): ("kv_offloading_size", "kv_offloading_backend", "kv_transfer_config", "kv_events_config",
-                           "ec_transfer_config"),
+    Refused(NO_TRANSFER): ("kv_transfer_config", "kv_events_config", "ec_transfer_config"),
     Refused(NO_PLUGIN): ("worker_cls", "worker_extension_cls", "io_processor_plugin", "additional_config"),
     Refused(NO_DRAFT): ("num_speculative_tokens", "num_lookahead_slots"),
     Speculation(NO_DRAFT): ("speculative_config",),

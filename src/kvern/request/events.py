@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvern.request.request import FinishReason
 from kvern.request.step import TokenLogprobs
+from kvern.request.store_figures import StoreFigures, summed
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -90,6 +91,8 @@ class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
     encoded_images: int = 0
     image_rows_hit: int = 0
     """Rows of images that requests needed and that were there."""
+    stores: dict[str, StoreFigures] = {}
+    """The stores of the KV cache's tier by name; of several ranks those of the first."""
 
     def at_the_end(self) -> "EngineStatistics":
         """Returns the counters of an engine that has ended, without its current values."""
@@ -118,6 +121,8 @@ def all_together(each: Sequence[EngineStatistics]) -> EngineStatistics:
         values = [getattr(one, name) for one in each]
         if name in ("kv_cache_usage", "target_itl"):
             found[name] = max(values)
+        elif name == "stores":
+            found[name] = summed(values)
         elif name in ("drafts_by_position", "accepted_by_position"):
             found[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
         else:

@@ -7,8 +7,8 @@ from itertools import islice
 import torch
 
 from kvern.cache.messages import PageLoad, PageSave, blocks_of_page
+from kvern.request.store_figures import StoreFigures
 from kvern.runner.page_mover import HeadGroup, PageMover
-from kvern.tiers.figures import StoreFigures
 from kvern.tiers.pages import HEADER_BYTES, page_name
 from kvern.tiers.shelf import Piece, Shelf
 
@@ -136,5 +136,5 @@ class Tier:
         self._loads.clear()
 
     def figures(self) -> dict[str, StoreFigures]:
-        """The figures of its stores."""
+        """See `TierIndex`."""
         return self.shelf.figures()

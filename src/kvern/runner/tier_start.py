@@ -10,19 +10,17 @@ import torch
 from kvern.attention.eight_bit import EightBit
 from kvern.cache.keys import model_identity
 from kvern.config import EngineConfig
-from kvern.cpu.cores import available_memory
-from kvern.errors import ConfigError, without_passwords
+from kvern.errors import without_passwords
 from kvern.ranks.ranks import Ranks
 from kvern.runner.page_mover import TorchMover, head_groups
 from kvern.runner.plan import Layout, Plan
 from kvern.runner.tier import Tier
 from kvern.spec.model import ModelSpec
-from kvern.tiers.host import HostStore, host_size, map_arena
+from kvern.tiers.arena import HOST, host_size, map_arena
+from kvern.tiers.host import HostStore
 from kvern.tiers.pages import FORMAT_VERSION
 from kvern.tiers.shelf import Shelf
 from kvern.tiers.store import Identity, Store, make_store, read_age
-
-HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -97,15 +95,12 @@ def _max_age(config: EngineConfig) -> float | None:
 
 
 def _host_store(option: str, config: EngineConfig, ranks: Ranks) -> tuple[HostStore, str]:
-    """This rank's part of the memory of `host` or `host:SIZE`, and a line for the report."""
+    """This rank's part of the memory of an option host:SIZE, and a line for the report."""
     parts = config.ranks
     number = ranks.stage.index * ranks.size + ranks.rank
     if ranks.dp_attention is not None:
         number = ranks.dp_attention.ranks.rank
-    try:
-        size = host_size(option.partition(":")[2], available_memory() // config.data_parallel_size)
-    except ValueError as error:
-        raise ConfigError(f"kv_tier is {option!r}: {error}") from error
+    size = host_size(option)
     each = size // parts
     line = f"pages of the KV cache are kept in {size / 1e9:.2f} GB of host memory"
     memory = map_arena(each, number, parts)

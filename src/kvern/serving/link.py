@@ -42,8 +42,11 @@ class EngineLink:
         """It was killed because it gave no sign of life."""
 
     @classmethod
-    async def start(cls, config: EngineConfig, process: EngineProcess) -> "EngineLink":
-        """Have the process load `config.model`, a folder, and wait for it. Raises ConfigError with its reason."""
+    async def start(cls, config: EngineConfig, process: EngineProcess, arena: str | None = None) -> "EngineLink":
+        """Have the process load `config.model`, a folder, and wait for it. Raises ConfigError with its reason.
+
+        `arena`: the path of host memory for its pages, which outlives it.
+        """
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
@@ -55,7 +58,7 @@ class EngineLink:
             link.close()
             process.forget()
             raise
-        sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config)))))
+        sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config), arena))))
         try:
             async for message in link.messages():
                 if isinstance(message, Ready):

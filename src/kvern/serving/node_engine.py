@@ -5,7 +5,7 @@ import threading
 from collections.abc import Set
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
 
@@ -58,6 +58,7 @@ class RayPlace(Place):
     rank_cpus: int = 1
     rank_gpus: int = 0
     ranks: int = 1
+    shares_memory: ClassVar[bool] = False
 
     def launch(self) -> EngineProcess:
         return EngineOnNode(NodeProcess(self.rank_cpus, self.rank_gpus, self.ranks))

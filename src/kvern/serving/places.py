@@ -7,6 +7,7 @@ import runpy
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory, shares_of_cores
@@ -23,6 +24,8 @@ class Place:
     processors: Set[int] = frozenset()
     """The processors that it may use; empty for all."""
     threads: int | None = None
+    shares_memory: ClassVar[bool] = True
+    """The process runs on this machine."""
 
     @property
     def environment(self) -> Mapping[str, str]:

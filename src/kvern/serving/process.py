@@ -44,6 +44,7 @@ from kvern.serving.wire import (
     decode_for_engine,
     encode,
 )
+from kvern.tiers.arena import ARENA
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -82,6 +83,8 @@ def main(address: str, running: str, parent: int) -> int:
     assert isinstance(start, Start)
     try:
         config = EngineConfig(**start.config)
+        if start.arena is not None:
+            os.environ[ARENA] = start.arena  # for ranks, too
         if config.device != "cpu":
             ahead.make_context()
         with signs_of_life(socket, running, parent):

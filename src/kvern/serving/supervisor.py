@@ -20,6 +20,7 @@ from kvern.serving.link import EngineLink
 from kvern.serving.places import Place
 from kvern.serving.probation import Cause
 from kvern.serving.wire import AdapterRead, Events, WireMessage, encode
+from kvern.tiers.arena import HOST, OwnedArena
 
 logger = logging.getLogger("kvern")
 
@@ -80,6 +81,8 @@ class Supervisor:
         self._place = place
         self._owner = owner
         self._first = first
+        has_host = any(option.partition(":")[0] == HOST for option in config.kv_tier)
+        self._arena = OwnedArena() if has_host and place.shares_memory else None
         self._link: EngineLink | None = None
         self._began = 0.0
         self._fruitless = 0
@@ -132,6 +135,8 @@ class Supervisor:
         if self._link is not None:
             await self._link.stop()
             self._link.process.forget()
+        if self._arena is not None:
+            self._arena.close()
         self.available.set()
 
     def send(self, message: WireMessage) -> None:
@@ -200,7 +205,7 @@ class Supervisor:
             self._link.process.forget()
         process, self._first = self._first or self._place.launch(), None
         process.bind(self._place.processors)
-        self._link = await EngineLink.start(self._config, process)
+        self._link = await EngineLink.start(self._config, process, None if self._arena is None else self._arena.path)
         await self._owner.prepare(self._link)
         self._began = time.monotonic()
         self.available.set()

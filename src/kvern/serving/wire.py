@@ -18,9 +18,10 @@ class WireMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Start(WireMessage):
-    """The options, as built-in values; `model` is a folder."""
+    """The options, as built-in values; `model` is a folder. `arena`: host memory for pages that outlives the engine."""
 
     config: dict[str, Any]
+    arena: str | None = None
 
 
 class AddRequest(WireMessage):

@@ -10,9 +10,7 @@ whole. An entry with a wrong sum, or a page with a part missing, is free memory.
 The numbers are little-endian. Least recently used pages make room for others.
 """
 
-import logging
 import mmap
-import os
 import struct
 import threading
 from collections import OrderedDict, defaultdict
@@ -23,14 +21,8 @@ import numpy as np
 import xxhash
 
 from kvern.errors import ConfigError
-from kvern.tiers.store import NAME_BYTES, Identity, read_bytes
+from kvern.tiers.store import Identity, read_bytes
 
-logger = logging.getLogger("kvern")
-
-ARENA = "_KVERN_HOST_ARENA"
-"""The environment variable with the path of the memory that the engine's supervisor owns."""
-SHARE = 0.25
-"""The share of the free memory that an arena takes whose size nobody gave."""
 LARGEST_CELL, SMALLEST_CELL = 64 << 10, 1 << 10
 LEAST_CELLS = 256
 """Cells become smaller in a small arena, so that it has as many."""
@@ -197,34 +189,3 @@ class HostStore:
 def make_host(rest: str, identity: Identity) -> HostStore:
     """A store of this process alone, for the registry: an engine makes its own, over memory that outlives it."""
     return HostStore(read_bytes(rest))
-
-
-def host_size(rest: str, available: int) -> int:
-    """The bytes of an arena from the option's text behind `host`, empty for a share of what is available.
-
-    Raises ValueError.
-    """
-    return read_bytes(rest) if rest else int(available * SHARE)
-
-
-def map_arena(size: int, part: int = 0, parts: int = 1) -> "mmap.mmap | None":
-    """Maps part `part` of `parts`, of `size` bytes each, of the supervisor's memory; None: there is none."""
-    path = os.environ.get(ARENA)
-    if path is None:
-        return None
-    size = size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            if os.fstat(descriptor).st_size != size * parts:
-                os.ftruncate(descriptor, 0)  # of an engine with other options
-                os.ftruncate(descriptor, size * parts)
-            return mmap.mmap(descriptor, size, offset=part * size)
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError) as error:
-        logger.warning("the pages of kv_tier host will not outlive this process: %s: %s", path, error)
-        return None
-
-
-assert NAME_BYTES == 32, "entries have names of this size"

@@ -55,8 +55,6 @@ class Breaker:
     """Turns a store off for 1, 2, 4 .. LONGEST_OFF seconds after FAILURES within WINDOW_SECONDS."""
 
     def __init__(self) -> None:
-        self.times = 0
-        """How often it has turned the store off."""
         self._failures: deque[float] = deque(maxlen=FAILURES)
         self._until = 0.0
         self._seconds = 0.5
@@ -66,15 +64,16 @@ class Breaker:
         """True if the store may be asked."""
         return now >= self._until
 
-    def failed(self, now: float) -> None:
-        """Notes a failure."""
+    def failed(self, now: float) -> float:
+        """Notes a failure; returns for how many seconds it turns the store off, or 0."""
         with self._lock:
             self._failures.append(now)
             if len(self._failures) < FAILURES or now - self._failures[0] > WINDOW_SECONDS or not self.is_on(now):
-                return
+                return 0.0
+            self._failures.clear()
             self._seconds = min(LONGEST_OFF, 2 * self._seconds)
             self._until = now + self._seconds
-            self.times += 1
+            return self._seconds
 
     def worked(self, now: float) -> None:
         """Notes a success: after a while without failures the next time off is short again."""

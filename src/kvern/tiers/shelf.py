@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvern.tiers.figures import StoreFigures
+from kvern.request.store_figures import StoreFigures
 from kvern.tiers.pages import is_right, seal
 from kvern.tiers.price import Breaker, Price
 from kvern.tiers.store import Store
@@ -121,7 +121,6 @@ class Shelved:
         self.reading, self.writing = Lane(f"{name}-get", READERS), Lane(f"{name}-put", WRITERS)
         self.reading_bytes = self.writing_bytes = 0
         self.lock = threading.Lock()
-        self._complained = False
 
     def count(self, **more: float) -> None:
         """Adds to figures, by name."""
@@ -129,7 +128,7 @@ class Shelved:
             for name, number in more.items():
                 setattr(self.figures, name, getattr(self.figures, name) + number)
 
-    def has(self, name: bytes) -> bool:
+    def has(self, name: bytes, now: float) -> bool:
         """Whether the store probably has a page; in microseconds."""
         if name in self.spoiled:
             return False
@@ -138,16 +137,14 @@ class Shelved:
         try:
             return self.store.has([name]) == [True]
         except Exception as error:  # a store may raise anything
-            self.failed(error, 0.0)
+            self.failed(error, now)
             return False
 
     def failed(self, error: object, now: float) -> None:
         """Notes a call that raised, or that lied."""
-        self.breaker.failed(now)
         self.count(failures=1)
-        if not self._complained:
-            self._complained = True
-            logger.warning("the store %s of the KV cache fails, and is done without: %s", self.name, error)
+        if seconds := self.breaker.failed(now):
+            logger.warning("the store %s of the KV cache is off for %g s: %s", self.name, seconds, error)
 
     def spoil(self, name: bytes, now: float) -> None:
         """A page was not right."""
@@ -203,12 +200,12 @@ class Shelf:
     def find(self, name: bytes) -> Shelved | None:
         """The first store that probably has a page and may be asked for it."""
         now = self._clock()
-        return next((one for one in self.stores if one.breaker.is_on(now) and one.has(name)), None)
+        return next((one for one in self.stores if one.breaker.is_on(now) and one.has(name, now)), None)
 
     def wants(self, names: Iterable[bytes]) -> bool:
         """True if a store that may be asked lacks one of these pages."""
         now, wanted = self._clock(), [*names]
-        return any(one.breaker.is_on(now) and not all(map(one.has, wanted)) for one in self.stores)
+        return any(one.breaker.is_on(now) and not all(one.has(name, now) for name in wanted) for one in self.stores)
 
     def has_room(self, count: int) -> bool:
         """True if so many more bytes may be saved."""
@@ -396,10 +393,11 @@ class Shelf:
 
     def _put(self, one: Shelved, pieces: Sequence[Piece]) -> None:
         """Queue pages for a store, as far as it lacks them and there is room."""
-        if not one.breaker.is_on(self._clock()):
+        now = self._clock()
+        if not one.breaker.is_on(now):
             return
         is_shared = not getattr(one.store, "is_private", False)
-        lacking = [piece for piece in pieces if not ((is_shared and not piece.is_own) or one.has(piece.name))]
+        lacking = [piece for piece in pieces if not ((is_shared and not piece.is_own) or one.has(piece.name, now))]
         for batch in _cut([(0, piece) for piece in lacking]):
             size = sum(len(piece.place) for _, piece in batch)
             with one.lock:

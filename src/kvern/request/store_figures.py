@@ -1,6 +1,9 @@
-"""Figures of a store, as statistics and metrics have them."""
+"""Figures of a store of the KV cache's tier, as statistics and metrics have them."""
+
+from collections.abc import Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 
 class StoreFigures(msgspec.Struct, array_like=True, gc=False):
@@ -36,3 +39,19 @@ class StoreFigures(msgspec.Struct, array_like=True, gc=False):
     latency_seconds: float = 0.0
     bandwidth: float = 0.0
     is_on: bool = True
+
+
+GAUGES = frozenset({"latency_seconds", "bandwidth", "is_on"})
+"""The fields that are values of now."""
+
+
+def summed(each: Iterable[Mapping[str, StoreFigures]]) -> dict[str, StoreFigures]:
+    """The figures of stores of several engines, by name: sums of counters, and the last engine's values of now."""
+    found: dict[str, StoreFigures] = {}
+    for stores in each:
+        for name, figures in stores.items():
+            before = found.get(name, StoreFigures())
+            counters = [field for field in StoreFigures.__struct_fields__ if field not in GAUGES]
+            sums = {field: getattr(before, field) + getattr(figures, field) for field in counters}
+            found[name] = replace(figures, **sums)
+    return found

@@ -1,0 +1,83 @@
+"""Host memory for pages, owned by the process that supervises an engine: a killed engine comes back warm.
+
+The engine and its ranks open the memory by its path in /proc, which an environment variable tells them.
+"""
+
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+
+from kvern.errors import ConfigError
+from kvern.tiers.store import read_bytes
+
+logger = logging.getLogger("kvern")
+
+HOST = "host"
+"""The kind of store that is kept there."""
+MEMORY = "kvern-host-tier"
+"""The name of the memory in /proc."""
+ARENA = "_KVERN_HOST_ARENA"
+"""The environment variable with the path of the memory that the engine's supervisor owns."""
+SHARE = 0.25
+"""The share of the free memory that an arena takes whose size nobody gave."""
+
+
+def host_size(option: str) -> int:
+    """The bytes of an arena from an option such as host:32GB. Raises ConfigError."""
+    try:
+        return read_bytes(option.partition(":")[2])
+    except ValueError as error:
+        raise ConfigError(f"kv_tier is {option!r}: {error}") from error
+
+
+def sized(options: Sequence[str], available: int) -> tuple[str, ...]:
+    """The options with a size for `host` alone: that of the memory that the supervisor owns, or a share of `available`
+    bytes.
+
+    Beside a size `host` alone says nothing.
+    """
+    has_size = any(option.startswith(f"{HOST}:") for option in options)
+    found = []
+    for option in options:
+        if option == HOST and has_size:
+            continue
+        if option == HOST:
+            path = os.environ.get(ARENA)
+            known = 0 if path is None or not os.path.exists(path) else os.stat(path).st_size
+            option = f"{HOST}:{known or int(available * SHARE)}"
+        found.append(option)
+    return tuple(found)
+
+
+class OwnedArena:
+    """Memory for arenas that lives as long as this object, for engines of the same user on this machine."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create(MEMORY)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def close(self) -> None:
+        """Give the memory back, once the engine that uses it has ended."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def map_arena(size: int, part: int = 0, parts: int = 1) -> "mmap.mmap | None":
+    """Maps part `part` of `parts`, of `size` bytes each, of the supervisor's memory; None: there is none."""
+    path = os.environ.get(ARENA)
+    if path is None:
+        return None
+    size = size // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            if os.fstat(descriptor).st_size < size * parts:  # other ranks may do the same at this moment
+                os.ftruncate(descriptor, size * parts)
+            return mmap.mmap(descriptor, size, offset=part * size)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        logger.warning("the pages of kv_tier host will not outlive this process: %s: %s", path, error)
+        return None

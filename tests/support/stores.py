@@ -1,0 +1,106 @@
+"""Stores for tests of the shelf: in memory, with answers that lie, calls that raise, and calls that wait for a word."""
+
+import threading
+from collections.abc import Sequence
+
+from kvern.tiers.pages import HEADER_BYTES, seal
+from kvern.tiers.shelf import Piece, Shelf
+from tests.support.served import eventually
+
+
+class MemoryStore:
+    """Keeps pages in a dictionary, as long as nothing else is asked of it.
+
+    `raises`: the calls that fail, by name. `lies`: how `get` and `has` answer wrongly. Calls of a name in `waits` wait
+    until `go` is set.
+    """
+
+    def __init__(self, is_local: bool = True) -> None:
+        self.is_local = is_local
+        self.pages: dict[bytes, bytes] = {}
+        self.raises: set[str] = set()
+        self.lies = ""
+        self.waits: set[str] = set()
+        self.go = threading.Event()
+        self.calls: list[str] = []
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.waits:
+            self.go.wait()
+        if name in self.raises:
+            raise OSError("as planned")
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        self._called("has")
+        return [name in self.pages or self.lies == "has" for name in names]
+
+    def get(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
+        self._called("get")
+        found = []
+        for name, place in zip(names, places, strict=True):
+            page = self.pages.get(name)
+            if page is not None and self.lies != "empty":
+                place[:] = page if self.lies != "zeros" else bytes(len(page))
+            found.append(page is not None or self.lies == "has")
+        return found[:-1] if self.lies == "short" else found
+
+    def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
+        self._called("put")
+        if self.lies == "kept":
+            return [True] * len(names)
+        self.pages |= {name: bytes(place) for name, place in zip(names, places, strict=True)}
+        return [True] * len(names)
+
+    def close(self) -> None:
+        self._called("close")
+
+
+class Clock:
+    """Seconds that tests let pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+SIZE = 512
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def pieces(*numbers: int) -> list[Piece]:
+    """Places for pages of 64 tokens."""
+    return [Piece(name_of(number), memoryview(bytearray(HEADER_BYTES + SIZE)), 64) for number in numbers]
+
+
+def fill(shelf: Shelf, *numbers: int) -> None:
+    """Save pages, each of its own bytes, and wait until the stores have them."""
+    for piece in pieces(*numbers):
+        piece.place[HEADER_BYTES:] = bytes([piece.name[0]]) * SIZE
+        shelf.save([piece])
+    eventually(lambda: shelf.is_quiet)
+
+
+def keep(store: MemoryStore, *numbers: int) -> None:
+    """Let a store have pages that it was not given."""
+    for piece in pieces(*numbers):
+        piece.place[HEADER_BYTES:] = bytes([piece.name[0]]) * SIZE
+        seal(piece.place, piece.name)
+        store.pages[piece.name] = bytes(piece.place)
+
+
+def load(shelf: Shelf, *numbers: int, number: int = 1) -> int:
+    """Load pages of one piece each; returns how many of the leading ones have come, with the right bytes."""
+    wanted = pieces(*numbers)
+    shelf.load(number, [[piece] for piece in wanted])
+    found: list[tuple[int, int]] = []
+    eventually(lambda: bool(found.extend(shelf.ended()) or found))
+    assert [ended for ended, _ in found] == [number]
+    for piece in wanted[: found[0][1]]:
+        assert piece.place[HEADER_BYTES:] == bytes([piece.name[0]]) * SIZE
+    return found[0][1]

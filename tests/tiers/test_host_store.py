@@ -1,0 +1,143 @@
+"""Host memory: what fits, what is evicted, and an arena that outlives who wrote it."""
+
+import mmap
+import random
+from pathlib import Path
+
+import pytest
+
+from kvern.errors import ConfigError
+from kvern.tiers.arena import ARENA, OwnedArena, host_size, map_arena, sized
+from kvern.tiers.host import HostStore
+from tests.support.page_stores import get, has, put
+
+SIZE = 200_000
+
+
+def shared(size: int = SIZE) -> mmap.mmap:
+    """Memory that outlives a store."""
+    return mmap.mmap(-1, size)
+
+
+def test_pages_of_all_sizes_come_back() -> None:
+    store = HostStore(SIZE)
+    for size in (1, 700, 1024, 1025, 40_000):
+        number = size
+        assert put(store, [number], size) == [True]
+        assert get(store, [number], size) == [True]
+        assert get(store, [number], size + 1) == [False]
+    assert put(store, [2], 10 * SIZE) == [False]
+    assert get(store, [1], 700) == [False], "of another size"
+
+
+def test_the_least_recently_used_make_room() -> None:
+    store = HostStore(SIZE)
+    each = 16 << 10
+    count = next(number for number in range(100) if store.evicted or not all(put(store, [number], each)))
+    assert count > 5
+    kept = [number for number in range(count) if has(store, [number])[0]]
+    oldest = kept[0]
+    assert get(store, [oldest], each) == [True]
+    put(store, [1000], each)
+    assert has(store, [oldest]) == [True] and has(store, [kept[1]]) == [False]
+
+
+def test_another_engine_finds_what_is_whole() -> None:
+    memory = shared()
+    first = HostStore(SIZE, memory)
+    assert put(first, range(8), 5000) == [True] * 8
+    first.drop([b"\0" * 32])
+    second = HostStore(SIZE, memory)
+    assert get(second, range(8), 5000) == [True] * 8
+    assert put(second, range(8, 60), 5000) == [True] * 52
+    third = HostStore(SIZE, memory)
+    assert third.pages == second.pages and third._pages.keys() == second._pages.keys()
+    third.put([], [])
+    assert sorted([*third._free, *(cell for page in third._pages.values() for cell in page.cells)]) == [
+        *range(third._count)
+    ]
+
+
+def test_a_page_whose_write_did_not_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = shared()
+    store = HostStore(SIZE, memory)
+    put(store, [1], 5000)
+    write = store._write_entry
+    written: list[int] = []
+
+    class Killed(BaseException):
+        pass
+
+    def until_killed(cell: int, entry: bytes) -> None:
+        if len(written) == 2:
+            raise Killed
+        written.append(cell)
+        write(cell, entry)
+
+    monkeypatch.setattr(store, "_write_entry", until_killed)
+    with pytest.raises(Killed):
+        put(store, [2], 5000)
+    again = HostStore(SIZE, memory)
+    assert has(again, [1, 2]) == [True, False]
+    assert get(again, [1], 5000) == [True]
+
+
+def test_a_flipped_bit_of_the_index_is_a_miss() -> None:
+    """Whatever it is: other pages are read, and nothing is found under a wrong name."""
+    dice = random.Random(1)
+    memory = shared()
+    first = HostStore(SIZE, memory)
+    put(first, range(8), 5000)
+    end = first._first
+    for _ in range(200):
+        place, bit = dice.randrange(end), 1 << dice.randrange(8)
+        memory[place] ^= bit
+        kept = bytes(memory[:end])
+        store = HostStore(SIZE, memory)
+        found = get(store, range(8), 5000)
+        assert sum(found) >= 7 or place < 64
+        memory[:end] = kept
+        memory[place] ^= bit
+
+
+def test_another_size_or_garbage_begins_empty() -> None:
+    memory = shared()
+    put(HostStore(SIZE, memory), range(8), 5000)
+    assert HostStore(SIZE // 2, memory).pages == 0
+    memory[:] = random.Random(1).randbytes(SIZE)
+    assert HostStore(SIZE, memory).pages == 0
+
+
+def test_the_supervisors_memory_is_divided_among_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert map_arena(SIZE) is None
+    path = tmp_path / "arena"
+    path.touch()
+    monkeypatch.setenv(ARENA, str(path))
+    for part in range(2):
+        memory = map_arena(SIZE, part, 2)
+        assert memory is not None
+        put(HostStore(len(memory), memory), [part], 5000)
+    for part in range(2):
+        memory = map_arena(SIZE, part, 2)
+        assert memory is not None
+        assert has(HostStore(len(memory), memory), [0, 1]) == [part == 0, part == 1]
+    monkeypatch.setenv(ARENA, str(tmp_path / "missing"))
+    assert map_arena(SIZE) is None
+
+
+def test_a_size_is_given_or_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_size("host:1GB") == 10**9
+    with pytest.raises(ConfigError, match=r"host:lots.*must be a number"):
+        host_size("host:lots")
+    with pytest.raises(ConfigError, match="give it"):
+        HostStore(50)
+    options = ("host", "disk:/a:1GB", "host:2GB")
+    assert sized(options, 40_000) == ("host:10000", "disk:/a:1GB", "host:2GB")
+    arena = OwnedArena()
+    monkeypatch.setenv(ARENA, arena.path)
+    assert sized(options, 40_960 * 4)[0] == "host:40960"
+    assert map_arena(40_960) is not None
+    assert sized(options, 7)[0] == "host:40960", "an engine that starts again has another size"
+    arena.close()
+    arena.close()
+    assert map_arena(40_960) is None

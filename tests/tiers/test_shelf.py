@@ -1,0 +1,236 @@
+"""Stores that lie, raise, hang and are late: misses that are counted, and nothing else."""
+
+import pytest
+
+from kvern.tiers.host import HostStore
+from kvern.tiers.price import Breaker, Price
+from kvern.tiers.shelf import Names, Shelf
+from kvern.tiers.store import Store
+from tests.support.served import eventually
+from tests.support.stores import Clock, MemoryStore, fill, keep, load, name_of, pieces
+
+
+def shelf_of(*stores: Store) -> tuple[Shelf, Clock]:
+    clock = Clock()
+    return Shelf({f"store-{number}": store for number, store in enumerate(stores)}, clock), clock
+
+
+def test_what_is_saved_comes_back() -> None:
+    shelf, _ = shelf_of(HostStore(1 << 20))
+    fill(shelf, 1, 2, 3)
+    assert load(shelf, 1, 2, 3) == 3
+    found = shelf.figures()["store-0"]
+    assert (found.stored_tokens, found.hit_tokens, found.missed_tokens) == (192, 192, 0)
+    assert found.read_bytes == found.written_bytes > 0
+    shelf.close()
+
+
+def test_a_missing_page_ends_a_load() -> None:
+    shelf, _ = shelf_of(HostStore(1 << 20))
+    fill(shelf, 1, 2, 4)
+    assert load(shelf, 1, 2, 3, 4) == 2
+    assert shelf.figures()["store-0"].missed_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("lies", "came", "corrupt"), [("zeros", 0, 2), ("has", 2, 1), ("empty", 0, 2), ("short", 0, 0)]
+)
+def test_lies_are_misses(lies: str, came: int, corrupt: int) -> None:
+    store = MemoryStore()
+    shelf, _ = shelf_of(store)
+    keep(store, 1, 2)
+    store.lies = lies
+    assert load(shelf, *(1, 2, 3) if lies == "has" else (1, 2)) == came
+    found = shelf.figures()["store-0"]
+    assert found.corrupt_pages == corrupt
+    assert found.failures == (lies == "short")
+    if corrupt:
+        store.lies = ""
+        assert shelf.find(name_of(1)) is None or lies == "has", "a page that was not right is asked for again"
+
+
+def test_a_page_that_was_not_kept_is_a_miss() -> None:
+    store = MemoryStore()
+    shelf, _ = shelf_of(store)
+    store.lies = "kept"
+    fill(shelf, 1)
+    assert load(shelf, 1) == 0
+
+
+@pytest.mark.parametrize("call", ["has", "get", "put"])
+def test_a_store_that_raises_is_turned_off_and_on_again(call: str) -> None:
+    store = MemoryStore()
+    shelf, clock = shelf_of(store)
+    keep(store, 1)
+    store.raises = {call}
+    for number in range(3):
+        if call == "put":
+            fill(shelf, 5 + number)
+        else:
+            assert load(shelf, 1, number=number) == 0
+    assert not shelf.figures()["store-0"].is_on
+    calls = len(store.calls)
+    assert load(shelf, 1, number=7) == 0
+    fill(shelf, 9)
+    assert len(store.calls) == calls, "a store that is off is asked"
+    store.raises = set()
+    clock.now += 1.1
+    assert load(shelf, 1, number=8) == 1
+    assert shelf.figures()["store-0"].is_on
+
+
+def test_a_store_that_hangs_is_late() -> None:
+    store = MemoryStore()
+    shelf, clock = shelf_of(store)
+    keep(store, 1)
+    store.waits = {"get"}
+    price = shelf.seconds([name_of(1)], 1000)
+    for number in range(3):
+        wanted = pieces(1)
+        shelf.load(number, [wanted])
+        assert shelf.ended() == []
+        clock.now += 1.0
+        assert shelf.ended() == [(number, 0)]
+    found = shelf.figures()["store-0"]
+    assert found.late_tokens == 192
+    assert not found.is_on
+    assert found.latency_seconds > price
+    store.go.set()
+    store.waits = set()
+    clock.now += 120
+    eventually(lambda: load(shelf, 1, number=9) == 1)
+    assert shelf.ended() == []
+
+
+def test_the_pages_that_came_in_time_count() -> None:
+    near, far = MemoryStore(), MemoryStore()
+    shelf, clock = shelf_of(near, far)
+    keep(near, 1, 2)
+    keep(far, 3)
+    far.waits = {"get"}
+    shelf.load(1, [[piece] for piece in pieces(1, 2, 3)])
+    eventually(lambda: shelf.figures()["store-0"].hit_tokens == 128)
+    eventually(lambda: not shelf.stores[0].reading_bytes)
+    assert shelf.ended() == []
+    clock.now += 1.0
+    assert shelf.ended() == [(1, 2)]
+    far.go.set()
+
+
+def test_abandoned_loads_are_never_told_of() -> None:
+    store = MemoryStore()
+    shelf, clock = shelf_of(store)
+    keep(store, 1)
+    store.waits = {"get"}
+    shelf.load(1, [pieces(1)])
+    shelf.abandon()
+    store.go.set()
+    clock.now += 10
+    assert shelf.ended() == []
+
+
+def test_pages_from_below_are_kept_above() -> None:
+    near, far = MemoryStore(), MemoryStore()
+    shelf, _ = shelf_of(near, far)
+    keep(far, 1, 2)
+    assert load(shelf, 1, 2) == 2
+    eventually(lambda: len(near.pages) == 2)
+    assert near.pages == far.pages
+    assert load(shelf, 1, 2, number=2) == 2
+    assert far.calls.count("get") == 1
+
+
+def test_each_store_gets_what_is_saved() -> None:
+    stores = [MemoryStore(), MemoryStore(is_local=False), HostStore(1 << 20)]
+    shelf, _ = shelf_of(*stores)
+    fill(shelf, 1, 2)
+    assert shelf.wants([name_of(3)]) and not shelf.wants([name_of(1)])
+    assert [found.stored_tokens for found in shelf.figures().values()] == [128] * 3
+
+
+def test_another_ranks_pages_are_put_into_private_stores_alone() -> None:
+    shared, own = MemoryStore(), HostStore(1 << 20)
+    shelf, _ = shelf_of(shared, own)
+    shelf.save([piece._replace(is_own=False) for piece in pieces(1)])
+    eventually(lambda: own.pages == 1)
+    eventually(lambda: shelf.is_quiet)
+    assert not shared.pages
+
+
+def test_bytes_on_their_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.tiers.shelf.MOST_WRITING", 1500)
+    store = MemoryStore()
+    shelf, _ = shelf_of(store)
+    store.waits = {"put"}
+    for number in range(5):
+        shelf.save(pieces(number))
+    eventually(lambda: not shelf._sealing_bytes)
+    assert not shelf.has_room(600)
+    assert shelf.figures()["store-0"].skipped_tokens == 3 * 64
+    store.go.set()
+    eventually(lambda: shelf.is_quiet)
+    assert shelf.has_room(600) and len(store.pages) == 2
+
+
+def test_distant_stores_are_asked_at_arrival() -> None:
+    store = MemoryStore(is_local=False)
+    shelf, clock = shelf_of(store)
+    keep(store, 1, 2)
+    assert shelf.find(name_of(1)) is None
+    store.waits = {"has"}
+    question = shelf.ask([name_of(1), name_of(2), name_of(3)])
+    assert question is not None and not shelf.answered(question)
+    store.go.set()
+    eventually(lambda: shelf.answered(question))
+    assert load(shelf, 1, 2, 3) == 2
+    store.pages.clear()
+    assert load(shelf, 1, 2, number=2) == 0, "what it said is out of date"
+    assert shelf.find(name_of(1)) is None
+    store.go.clear()
+    question = shelf.ask([name_of(1)])
+    assert question is not None and not shelf.answered(question)
+    clock.now += 10
+    assert shelf.answered(question), "nobody waits for ever"
+    store.go.set()
+
+
+def test_stores_that_are_near_are_not_asked() -> None:
+    shelf, _ = shelf_of(MemoryStore())
+    assert shelf.ask([name_of(1)]) is None
+
+
+def test_a_price_follows_what_transfers_take_and_forgets() -> None:
+    price = Price(0.001, 1e9)
+    assert price.seconds(10**9) == pytest.approx(1.001)
+    assert price.seconds(10**9, queued=10**9) == pytest.approx(2.001)
+    for _ in range(50):
+        price.learn(10**8, 1.0)
+    assert price.seconds(10**8) == pytest.approx(1.0, rel=0.05)
+    assert price.seconds(10**8, now=600.0) < 0.2, "a store that was slow once is never tried again"
+    for _ in range(50):
+        price.learn(10**8, 0.01, 600.0)
+    assert price.seconds(10**8, now=600.0) == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_breaker_opens_for_longer_each_time() -> None:
+    breaker = Breaker()
+    now, found = 0.0, []
+    for _ in range(9):
+        assert not breaker.failed(now) and not breaker.failed(now + 0.1)
+        seconds = breaker.failed(now + 0.2)
+        assert not breaker.is_on(now + 0.2 + seconds / 2)
+        now += 0.2 + seconds
+        assert breaker.is_on(now)
+        found.append(seconds)
+    assert found == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    breaker.worked(now + 20)
+    assert [breaker.failed(now + 30 + place) for place in range(3)] == [0, 0, 1]
+    breaker = Breaker()
+    assert [breaker.failed(20.0 * place) for place in range(9)] == [0] * 9, "failures that are far apart"
+
+
+def test_names_are_bounded() -> None:
+    names = Names(2)
+    for name in (b"a", b"b", b"a", b"c"):
+        names.add(name)
+    assert [name in names for name in (b"a", b"b", b"c")] == [True, False, True]
