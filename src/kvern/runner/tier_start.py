@@ -10,7 +10,7 @@ import torch
 from kvern.attention.eight_bit import EightBit
 from kvern.cache.keys import model_identity
 from kvern.config import EngineConfig
-from kvern.errors import without_passwords
+from kvern.errors import ConfigError, without_passwords
 from kvern.ranks.ranks import Ranks
 from kvern.runner.page_mover import TorchMover, head_groups
 from kvern.runner.plan import Layout, Plan
