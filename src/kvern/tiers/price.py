@@ -23,6 +23,8 @@ class Price:
         self._first = latency, bandwidth
         self._latency, self._bandwidth = latency, bandwidth
         self._changed = 0.0
+        self.is_known = False
+        """A transfer has ended."""
 
     @property
     def figures(self) -> tuple[float, float]:
@@ -37,6 +39,7 @@ class Price:
     def learn(self, count: int, seconds: float, now: float = 0.0) -> None:
         """Corrects the price by a transfer of `count` bytes that took so long, or longer: each term takes its part."""
         self._forget(now)
+        self.is_known = True
         expected = self._latency + count / self._bandwidth
         error = max(-1.0, min(LARGEST_ERROR, seconds / expected - 1))
         share = self._latency / expected

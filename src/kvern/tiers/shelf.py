@@ -37,8 +37,8 @@ MOST_WRITING = 256 << 20
 """Bytes on their way to a store; pages beyond are not saved."""
 PATIENCE = 1.5
 """A load that takes longer than its price by this factor is late."""
-LEAST_PATIENCE = 0.02
-"""Seconds: a thread may have to wait for a processor."""
+LEAST_PATIENCE, FIRST_PATIENCE = 0.02, 0.5
+"""Seconds: a thread may have to wait for a processor, and nobody knows how long the first transfer of a store takes."""
 MOST_KNOWN = 1 << 20
 """Names that are remembered of a store which is not local."""
 
@@ -286,7 +286,8 @@ class Shelf:
                 break
             batches.setdefault(one, []).extend((place, piece) for piece in pieces)
         counts = {one: sum(len(piece.place) for _, piece in wanted) for one, wanted in batches.items()}
-        load.deadline = self._clock() + max(PATIENCE * self._seconds(counts), LEAST_PATIENCE)
+        least = LEAST_PATIENCE if all(one.price.is_known for one in counts) else FIRST_PATIENCE
+        load.deadline = self._clock() + max(PATIENCE * self._seconds(counts), least)
         load.counts = counts
         with self._lock:
             self._loads[number] = load

@@ -1,0 +1,87 @@
+"""Engines with other numbers of ranks find each other's pages: they are named by heads of the whole model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import LLM, SamplingParams
+from tests.support.families import make_checkpoint
+from tests.support.served import eventually
+from tests.support.tiers import settle, tier_of
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "threads": 1,
+    "max_model_len": 256,
+    "kv_cache_tokens": 512,
+    "max_batch_requests": 2,
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPT = [10 + place * 7 % 110 for place in range(150)]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+def files(pages: Path) -> int:
+    """The number of files of pages."""
+    return sum(path.is_file() and path.stat().st_size > 1000 for path in pages.rglob("*"))
+
+
+def asked(folder: Path, pages: Path, heads: int = 1, **options: Any) -> tuple[list[int], int]:
+    """The answer of an engine that just started, and what was cached; its two pages of all heads are stored then."""
+    with LLM(str(folder), kv_tier=(f"disk:{pages}:1GB",), **OPTIONS | options) as llm:
+        tier = tier_of(llm)
+        tier.computing = None
+        tier.shelf._clock = lambda: 0.0
+        store: Any = tier.shelf.stores[0].store
+        store.scan()  # or its thread may not have read the folder yet
+        output = llm.generate([PROMPT], PARAMS)[0]
+        settle(llm)
+        eventually(lambda: files(pages) >= 2 * heads)
+        return list(output.outputs[0].token_ids), output.cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "writer", "readers"),
+    [
+        ("llama", {"tensor_parallel_size": 2}, [{}, {"tensor_parallel_size": 4}]),
+        ("llama", {}, [{"tensor_parallel_size": 2}]),
+        ("deepseek_v3", {"tensor_parallel_size": 2}, [{}]),
+        ("deepseek_v3", {}, [{"tensor_parallel_size": 2}]),
+    ],
+)
+def test_pages_are_read_by_any_number_of_ranks(
+    family: str, writer: dict[str, Any], readers: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, pages = make_checkpoint(family, tmp_path / "model"), tmp_path / "pages"
+    heads = 1 if family == "deepseek_v3" else 2
+    expected, cached = asked(folder, pages, heads, **writer)
+    assert cached == 0
+    assert files(pages) == 2 * heads
+    for reader in readers:
+        found = asked(folder, pages, heads, **reader)
+        assert found == (expected, 128)
+        assert files(pages) == 2 * heads, "the same pages have other names"
+
+
+def test_stages_read_the_pages_of_their_layers(tmp_path: Path) -> None:
+    folder, pages = make_checkpoint("llama", tmp_path / "model"), tmp_path / "pages"
+    stages = {"pipeline_parallel_size": 2}
+    expected, _ = asked(folder, pages, 4, **stages)
+    assert asked(folder, pages, 4, **stages) == (expected, 128)
+    assert asked(folder, pages) == (expected, 0), "pages of other layers"
+
+
+def test_other_numbers_are_other_pages(tmp_path: Path) -> None:
+    folder, pages = make_checkpoint("llama", tmp_path / "model"), tmp_path / "pages"
+    asked(folder, pages)
+    for options in (
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+        {"block_size": 32},
+        {"quantization": "int8"},
+        {"deterministic": True},
+    ):
+        assert asked(folder, pages, **options)[1] == 0, options
+    assert asked(folder, pages)[1] == 128
