@@ -13,6 +13,7 @@ from PIL import Image
 from kvern import LLM
 from kvern.errors import InvalidRequest, RequestFailed, UnsupportedModel
 from kvern.images.naflex import Flexible
+from kvern.models.image_models import vision_of
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.request import PromptInput
@@ -198,6 +199,32 @@ def test_images_are_those_of_transformers(kind: str, kernels: bool, folders: dic
     assert cosine(found[0], found[2]) < 0.99
 
 
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_pixels_beyond_whole_patches_are_not_seen(kind: str, tmp_path: Path) -> None:
+    """As in SigLIP's so400m, whose pictures of 384 pixels have 27 patches of 14 on a side."""
+    folder = make_two_towers(kind, tmp_path, side=37)
+    images = pictures()
+    with LLM(str(folder), threads=1) as llm:
+        for image, vector in zip(images, llm.embed([{"image": image} for image in images]), strict=True):
+            assert vector == pytest.approx(expected_image(folder, image), abs=TOLERANCE), image.size
+
+
+def test_images_are_the_same_bits_in_any_company(folders: dict[str, Path]) -> None:
+    given: list[Any] = [{"image": image} for image in pictures()]
+    for kind in KINDS:
+        with LLM(str(folders[kind]), threads=2, deterministic=True, dtype="bfloat16") as llm:
+            assert llm.embed(given) == [llm.embed(image)[0] for image in given]
+
+
+def test_random_weights_and_fewer_bits(folders: dict[str, Path]) -> None:
+    image = picture(30, 30)
+    with LLM(str(folders["siglip2"]), threads=1, load_format="dummy") as llm:
+        assert len(llm.embed({"image": image})[0]) == len(llm.embed("a")[0]) == 32
+    for kind, options in (("clip", {"quantization": "int8"}), ("siglip", {"dtype": "bfloat16"})):
+        with LLM(str(folders[kind]), threads=1, **options) as llm:
+            assert cosine(llm.embed({"image": image})[0], expected_image(folders[kind], image)) > 0.98
+
+
 def test_forms_of_images(folders: dict[str, Path], tmp_path: Path) -> None:
     folder, image = folders["clip"], picture(50, 40)
     file = tmp_path / "picture.png"
@@ -274,3 +301,29 @@ def test_sizes_of_pictures_that_keep_their_shape(width: int) -> None:
         for most in (1, 20, 256):
             expected = get_image_size_for_max_num_patches(height, width, 16, most)
             assert Flexible(16, most).size(width, height) == expected[::-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("siglip2", {"between": "corners"}),
+        ("siglip2", {"between": "cubic"}),
+        ("siglip", {"projector": {"heads": 4}}),
+        ("siglip2", {"tower": {"renames": None}}),
+    ],
+)
+def test_a_mistake_in_the_encoder_of_images_is_noticed(
+    kind: str, change: dict[str, Any], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions between learned ones, heads, and the order of colours; the picture is no square."""
+    spec = vision_of(read_config(folders[kind]))
+    assert spec is not None
+    for name, value in change.items():
+        inner = getattr(spec, name)
+        if value == {"renames": None}:
+            value = {"renames": inner.renames[:-1]}
+        spec = replace(spec, **{name: replace(inner, **value) if isinstance(value, dict) else value})
+    monkeypatch.setattr("kvern.engine.factory.vision_here", lambda *_: spec)
+    image = picture(90, 60)
+    with LLM(str(folders[kind]), threads=1) as llm:
+        assert llm.embed({"image": image})[0] != pytest.approx(expected_image(folders[kind], image), abs=10 * TOLERANCE)

@@ -29,46 +29,51 @@ _VISION = {
     "patch_size": 8,
 }
 _OF_KIND: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "clip": ({"projection_dim": 20}, {"image_size": 32, "projection_dim": 20}, {"projection_dim": 20}),
-    "siglip": ({"projection_size": 32}, {"image_size": 32}, {}),
+    "clip": ({"projection_dim": 20}, {"projection_dim": 20}, {"projection_dim": 20}),
+    "siglip": ({"projection_size": 32}, {}, {}),
     "siglip2": ({"projection_size": 32}, {"num_patches": 16}, {}),
 }
 """Settings of texts, of images, and of the whole."""
 
 
-def make_two_towers(kind: str, folder: Path, *, end: int = END, **fields: Any) -> Path:
-    """Save a model into `folder`; `end` is the token that ends texts by its configuration, and `fields` others."""
+def make_two_towers(kind: str, folder: Path, *, end: int = END, side: int = 32) -> Path:
+    """Save a model into `folder`; `end` is the token that ends texts by its configuration.
+
+    Pictures of CLIP and SigLIP have `side` pixels on a side.
+    """
     from transformers import AutoConfig, AutoModel
 
     text, vision, whole = _OF_KIND[kind]
+    vision = vision | {"image_size": side} if kind != "siglip2" else vision
     text = _TEXT | {"max_position_embeddings": LENGTHS[kind], "eos_token_id": end} | text
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=_VISION | vision, **whole | fields)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=_VISION | vision, **whole)
     torch.manual_seed(0)
     kind_of_model: Any = AutoModel
     model = kind_of_model.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() < 2:
                 parameter.add_(noise * 0.3)
             else:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
+                strong = 3 if "position" in name or "in_proj" in name else 1
+                parameter.copy_(noise * strong * parameter[0].numel() ** -0.5)
     model.save_pretrained(folder)
-    processor_of(kind).save_pretrained(folder)
+    processor_of(kind, side).save_pretrained(folder)
     _save_tokenizer(kind, folder)
     return folder
 
 
-def processor_of(kind: str) -> Any:
+def processor_of(kind: str, pixels: int = 32) -> Any:
     """The image processor of a kind, as transformers has it with Pillow."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
     from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
-    side: dict[str, Any] = {"height": 32, "width": 32}
+    side: dict[str, Any] = {"height": pixels, "width": pixels}
     if kind == "clip":
-        return CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=side)
+        return CLIPImageProcessorPil(size={"shortest_edge": pixels + 3}, crop_size=side)
     return SiglipImageProcessorPil(size=side) if kind == "siglip" else Siglip2ImageProcessorPil(**NAFLEX)
 
 
@@ -99,7 +104,7 @@ def reference(folder: Path) -> Any:
 def expected_image(folder: Path, image: Any) -> list[float]:
     """The normalized vector of one picture of Pillow."""
     model = reference(folder)
-    processor = processor_of(model.config.model_type)
+    processor = processor_of(model.config.model_type, getattr(model.config.vision_config, "image_size", 32))
     with torch.inference_mode():
         found = model.get_image_features(**processor(image, return_tensors="pt")).pooler_output[0]
     vector: list[float] = torch.nn.functional.normalize(found, dim=0).tolist()
