@@ -61,7 +61,9 @@ class Decoders:
     def finished(self) -> list[tuple[int, Decoded]]:
         """Returns the images that have been decoded since the last call, and those that could not be."""
         done = self._work.done
-        return [done.popleft() for _ in range(len(done))]
+        found = [done.popleft() for _ in range(len(done))]
+        self._work.cancelled.difference_update(number for number, _ in found)  # cancelled after they were decoded
+        return found
 
 
 class _Work:
