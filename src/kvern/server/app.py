@@ -18,7 +18,7 @@ from kvern.plugins import imported
 from kvern.server.apis import Apis
 from kvern.server.config import ServerConfig
 from kvern.server.gate import Gate
-from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response
+from kvern.server.http import CLIENT_GONE, PAGE_HEADERS, error_response, is_anthropic, json_response, loaded
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.page_files import INDEX, page_files
 from kvern.server.service import Service
@@ -131,6 +131,7 @@ class Server:
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: metrics in Prometheus's text format."""
         self._check_watcher(request)
+        await loaded("kvern.observe.exposition")
         text = self.figures() if self._figures_of_all is None else await self._figures_of_all()
         return Response(text, headers={"content-type": METRICS_TYPE})
 
@@ -191,6 +192,7 @@ def _lost(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[R
     """Answers what no route takes."""
 
     async def lost(request: Request, error: Exception) -> Response:
+        await loaded("kvern.server.signposts", "kvern.server.error_answers")
         signposts: Signposts = imported("kvern.server.signposts:Signposts")(routes)
         return await signposts.refused(request, error)
 
@@ -198,6 +200,7 @@ def _lost(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[R
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    await loaded("kvern.server.error_answers")
     return error_response(error, request.scope)
 
 

@@ -5,8 +5,10 @@ Answers with many log-probabilities are encoded in parts by threads of their own
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,6 +33,13 @@ async def apart(work: Callable[[], T]) -> T:
     """Runs `work` in a writer thread. Other threads get a turn every few milliseconds, except during one encoder
     call."""
     return await asyncio.get_running_loop().run_in_executor(WRITERS, work)
+
+
+async def loaded(*modules: str) -> None:
+    """Imports modules that are not there yet in a thread: an import takes too long for the event loop."""
+    missing = [module for module in modules if module not in sys.modules]
+    if missing:
+        await asyncio.to_thread(lambda: [import_module(module) for module in missing])
 
 
 async def write_large(answer: Callable[[], object], encode: Encode = msgspec.json.encode) -> msgspec.Raw:

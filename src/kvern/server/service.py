@@ -27,7 +27,7 @@ from kvern.request.outputs import RequestOutput
 from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
-from kvern.server.http import WRITERS, write_large
+from kvern.server.http import WRITERS, loaded, write_large
 from kvern.server.image_memory import ImageMemory
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.usage import UsageCounter
@@ -379,6 +379,7 @@ class Service:
         """Yields a conversation with the images that it names, for a model that reads any. Raises HttpError or
         InvalidRequest."""
         if engine.client.inputs.model.reads_images and any(has_media(message.get("content")) for message in messages):
+            await loaded("kvern.server.media")
             async with self.media.read(messages, key) as found:
                 yield found
         else:

@@ -11,7 +11,7 @@ from kvern.api.fields import merge_extra
 from kvern.plugins import imported
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
-from kvern.server.http import LACKS_HEADER, apart, header_of_names, ignored_header, path_of, whole_answer
+from kvern.server.http import LACKS_HEADER, apart, header_of_names, ignored_header, loaded, path_of, whole_answer
 from kvern.server.keys import ApiKey
 from kvern.server.service import Answerer, Ask
 
@@ -30,10 +30,15 @@ class Completions:
         body = await read_object(request)
         service = self._service
         url = path_of(request.scope)
+        if body.keys() - known_fields(url):
+            await loaded("kvern.api.unknown_fields")
         ask, writer, streams = await self._read(body, url, request.state.key)
         headers = ignored_header(body, known_fields(url)) | header_of_names(LACKS_HEADER, writer.lacks)
         let_go(request, body)
+        if ask.is_large:
+            await loaded("kvern.api.logprobs")
         if streams:
+            await loaded("kvern.api.completion_chunks", "kvern.server.streams")
             running = await service.start(ask)
             chunks = imported("kvern.api.completion_chunks:chunks")
             news = chunks(writer, running.outputs, running, service.config.stream_interval)
