@@ -132,7 +132,7 @@ def _best(table: TokenLogprobs, count: int) -> list[int]:
 
 
 def prompt_tables(output: RequestOutput) -> list[msgspec.Raw | None]:
-    """Returns the tables of a prompt by token id, as JSON."""
+    """Returns a JSON table for each token of a prompt: by token id its logprob, rank and text; None: there is none."""
     return [
         None
         if table is None

@@ -130,7 +130,7 @@ class StatePool(CacheExtension):
         return ()
 
     def retract(self, request: Request) -> None:
-        """The child's row was never told of its state, and the state is not the child's yet."""
+        """Undo `fork` of a child that never ran: its state is free, and the message for its row is not sent."""
         held = self._held.pop(request)
         self._free.append(held.index)
         self._given = [(slot, index) for slot, index in self._given if index != held.index]

@@ -49,7 +49,7 @@ def pack(weight: Tensor, *, gated: bool = False) -> PackedWeight:
 def unpack(packed: PackedWeight, ids: Tensor | None = None, first: int = 0) -> Tensor:
     """The rows `ids [T]` int64 of the matrix, or all: `[T, inputs]`, bit by bit as they were.
 
-    It may be a part of a larger one, from row `first` on: rows that it lacks are 0.
+    `packed` may have only the rows from `first` on of a larger matrix: the others are 0.
     """
     numbers, outputs, inputs, gated = packed
     count, ids = (outputs, None) if ids is None else (ids.shape[0], ids.contiguous())

@@ -81,7 +81,7 @@ class StepWatch:
 
         request_ids  the requests that it computes
         tokens       that it computes; None: nobody knows
-        reach        the position behind the last of them
+        reach        one more than the highest position that it computes
         """
         self._running.write(list(request_ids))
         sizes = None if tokens is None else (tokens.bit_length(), reach.bit_length())

@@ -19,8 +19,8 @@ _loading = threading.Lock()
 def _load_alone(name: str, path: str) -> Any:
     """Returns the contents of a compiled module.
 
-    All that launch kernels have one name. One that was loaded before is loaded again into the last one of that name,
-    whoever holds it: a thread that had just loaded that would launch its kernel by this one's code.
+    All launchers are C modules of one name. Loading one again overwrites the functions of the one that was loaded
+    last, which another thread may be using: so each is loaded under a lock, and gets a copy of its functions.
     """
     with _loading:
         assert _load is not None

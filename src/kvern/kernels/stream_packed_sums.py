@@ -98,7 +98,7 @@ def _scale_pairs(found, BIASED: gl.constexpr):
 
 @gluon.jit
 def _of_step(kept, step, PER: gl.constexpr, layout: gl.constexpr):
-    """Returns the kept numbers of a step: [PART, PER, 1]."""
+    """Returns the kept numbers of an iteration of the loop: [PART, PER, 1]."""
     whole: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     steps = kept._reinterpret(kept.dtype, [kept.shape[0] // PER, PER, PART], whole)
     return gl.expand_dims(steps.index(step).permute((1, 0)).load(gl.SliceLayout(2, layout)), 2)

@@ -138,9 +138,9 @@ class Mamba2(Module):
         return out if spec.scales.out == 1.0 else out.mul_(spec.scales.out)
 
     def _advanced(self, states: StepStates, mixed: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of the tokens' queries, and the values of the tokens, `[T, heads, head_dim]` float32 each.
+        """Advances the states in place.
 
-        States are changed in place.
+        Returns what the tokens read of them, and the convolved inputs, `[T, heads, head_dim]` float32 each.
         """
         spec, (last, state) = self.spec, states.layers[self.index]
         shared = spec.groups * spec.state_dim

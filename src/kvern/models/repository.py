@@ -43,12 +43,12 @@ class Listing(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Their bytes."""
+        """The bytes of all files."""
         return sum(self.files.values())
 
     @property
     def size(self) -> str:
-        """Their bytes and their number, for messages."""
+        """The bytes and the number of all files, for messages."""
         return f"{as_size(self.total)} in {len(self.files)} files"
 
 

@@ -195,7 +195,7 @@ class Tokenizer:
             raise PromptTooLong(message, len(text) // self.longest_token, most_tokens)
 
     def encode_each(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """Returns the token ids of each text, in lower case if a file says so.
+        """Returns the token ids of each text, which is made lower case if sentence_bert_config.json says so.
 
         Raises InvalidRequest.
         """

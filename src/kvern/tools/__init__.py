@@ -9,8 +9,9 @@ To add a format of tool calls: a subclass of `ToolFormat` (`tool_format.py`) in 
 `FORMATS`, and its name among the choices of `tool_parser` in `kvern/config.py`. Its `parser` reads calls as they stream
 (mostly a `BufferedParser`, `buffered.py`), its `calls` is their grammar, and `matches` recognises templates that render
 no calls. A template that does render them takes the first of `FORMATS` whose parser reads what it renders, so special
-formats stand before general ones. Two kinds need no class: calls that are JSON objects are learnt from the template
-(`json_calls.py`), and calls with a tag around each parameter are an instance of `XmlFunctions` (`xml_functions.py`).
+formats stand before general ones. Most new formats need no class: calls that are JSON objects are learnt from the
+template (`json_calls.py`), and calls in tags are a row of `xml_functions.py` with its name in `XML_FORMATS` there: with
+a tag around each parameter, or with `in_json=True` around one JSON object, as `FUNCTIONARY`.
 
 Imports text, request and structured; knows nothing of engines. Begin with `tool_format.py`, then `mistral.py`.
 """

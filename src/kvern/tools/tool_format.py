@@ -35,8 +35,8 @@ class GrammarPieces:
     def part(self, form: StructuredOutput) -> str:
         """Returns a reference to a grammar or schema of its own, for `form`; equal ones share one name.
 
-        A free text must not match the literal that follows it: it excludes a character that begins the literal, or has
-        the literal in its own form.
+        A free text must not match the literal that follows it: either it excludes the literal's first character, or
+        the literal is the end of `form`.
         """
         name = self._names.setdefault(form.grammar or json.dumps(form.json), f"call_{len(self._names)}")
         self._parts[name] = form
@@ -111,7 +111,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def matches(self, template: str) -> bool:
-        """Returns True if the text of a template describes this format: asked of templates that render no calls.
+        """Returns True if the text of a template mentions this format. It is asked if rendering shows no calls.
 
         It also chooses among instances with one name. Rendered calls are recognised by `parser`.
         """

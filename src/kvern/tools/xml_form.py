@@ -70,7 +70,7 @@ class XmlForm(ToolFormat):
     """Texts between two messages with a call each, before the function's name, and after it."""
     forgiving: bool = True
     in_json: bool = False
-    """True if arguments are one JSON object instead of parameters."""
+    """True if arguments are one JSON object instead of parameters, for the grammar; parsers read both."""
     special: tuple[str, ...] = ()
     """Further texts that may be special tokens."""
     stops: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class XmlForm(ToolFormat):
         return self.openings[0]
 
     def matches(self, template: str) -> bool:
-        """The template writes earlier calls with these tags."""
+        """The text of a template mentions the tags; see `ToolFormat.matches`."""
         has_parameter = self.parameter[0] in template or bool(self.hint and self.hint in template)
         return has_parameter and self.openings[0] in template and self.function[0] in template
 

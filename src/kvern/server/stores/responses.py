@@ -272,7 +272,7 @@ class ResponseStore:
         return asyncio.shield(record.ending)
 
     async def find(self, owner: str, response_id: str) -> Record | Packed:
-        """Returns a response of this key. Raises HttpError 404, or what `Database` raises."""
+        """Returns a response of the API key `owner`. Raises HttpError 404, or what `Database` raises."""
         found: Record | Packed | None = self._memory.find(owner, response_id)
         if found is None and self._database.exists:
             found = await self._database.run(lambda database: _read(database, owner, response_id))
