@@ -34,8 +34,8 @@ class LoseEngine(Shift):
             end_once("encoding")
             yield from parts
 
-        decoders._ask = asked
-        VisionTower.by_parts = interrupted  # type: ignore[method-assign]
+        decoders._ask = asked  # type: ignore[assignment]
+        VisionTower.by_parts = interrupted  # type: ignore[assignment, method-assign]
 
 
 def end_once(stage: str) -> None:
