@@ -1,5 +1,6 @@
 """Engines whose stores lie, raise and hang: the same tokens, and nothing is held afterwards."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from kvern import LLM
 from kvern.tiers.store import STORES
 from tests.support.idle import core_here, is_idle
+from tests.support.served import eventually
 from tests.support.stores import MemoryStore
 from tests.support.tiers import PAGE_TOKENS, answer, figures, forget, tier_of
 
@@ -111,3 +113,12 @@ def test_a_distant_store_is_asked_and_waited_for(tiny_model: Path, store: Memory
         tier.shelf._clock = lambda: 0.0
         found, cached = answer(llm, PROMPT)
         assert (found.token_ids, cached) == (expected.token_ids, 40)
+
+
+def test_a_store_ends_with_its_engine(tiny_model: Path, store: MemoryStore) -> None:
+    store.raises = {"close"}
+    with LLM(tiny_model, **OPTIONS) as llm:
+        answer(llm, PROMPT)
+    del llm
+    gc.collect()
+    eventually(lambda: "close" in store.calls)

@@ -83,10 +83,10 @@ def build_core(
 
     Raises KvernError subclasses.
     """
-    if HOST in config.kv_tier:  # all ranks have the same size
+    spec = describe_model(folder, read_config(folder), config.model_implementation)
+    if HOST in config.kv_tier and spec.encoder is None and not spec.recurrent:  # all ranks have the same size
         options = sized(config.kv_tier, available_memory() // config.data_parallel_size)
         config = dataclasses.replace(config, kv_tier=options)
-    spec = describe_model(folder, read_config(folder), config.model_implementation)
     if config.ranks > 1:
         from kvern.runner.ranks.rank_limits import check_ranks
 

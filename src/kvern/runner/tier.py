@@ -1,5 +1,6 @@
 """The tier of a rank: which pages its stores have, what they cost, and the copies to and from the KV cache."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -37,6 +38,7 @@ class Tier:
         """`identity`, 16 bytes, says which model's pages these are."""
         self.identity = identity
         self.shelf = shelf
+        weakref.finalize(self, shelf.close)  # nobody tells of an engine's end
         self.computing: Seconds | None = None
         """The seconds in which the tokens of a prompt between two positions are computed; None: nobody knows."""
         self._mover = mover

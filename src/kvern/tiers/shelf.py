@@ -122,6 +122,13 @@ class Shelved:
         self.reading_bytes = self.writing_bytes = 0
         self.lock = threading.Lock()
 
+    def close(self) -> None:
+        """Ends the store."""
+        try:
+            self.store.close()
+        except Exception as error:  # a store may raise anything
+            logger.warning("the store %s of the KV cache does not end well: %s", self.name, error)
+
     def count(self, **more: float) -> None:
         """Adds to figures, by name."""
         with self.lock:
@@ -462,7 +469,7 @@ class Shelf:
     def _close(self) -> None:
         for one in self.stores:
             one.reading.close()
-            one.writing.submit(one.store.close)
+            one.writing.submit(one.close)
             one.writing.close()
 
 
