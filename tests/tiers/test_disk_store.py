@@ -248,7 +248,7 @@ def test_damage_is_never_more_than_a_miss(
         store.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 50))])
 def test_no_page_of_a_killed_writer_is_read_in_part(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     size = 3 << 20

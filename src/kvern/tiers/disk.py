@@ -24,11 +24,10 @@ from kvern.tiers.store import Identity, read_bytes
 THREADS = 4
 """Threads that read and write the pages of one batch."""
 RESCAN_SECONDS = 60.0
-RESCAN_SHARE = 0.02
-"""The most of one core's time that reading the folder again may take."""
-PAUSE_PAGES = 512
-PAUSE_SECONDS = 0.002
-"""A scan pauses after so many pages, so that the engine's thread is not kept from running."""
+RESCAN_SHARE = 0.1
+"""The most of the time that reading the folder again may take."""
+PAUSE_SECONDS = 0.0005
+"""A scan often pauses for so long, so that the engine's thread need not wait for it."""
 CANDIDATES = 8192
 """Pages that a scan notes at least as those to evict next."""
 SLACK = 0.02
@@ -67,6 +66,7 @@ class DiskStore:
 
     def __init__(self, path: Path, limit: int | None, identity: Identity) -> None:
         self._folder = PageFolder.made(path)
+        self._folder.pause = PAUSE_SECONDS
         self._warnings = RareWarnings(str(path))
         self._identity = identity.digest.hex()
         self._description = identity.description
@@ -132,11 +132,11 @@ class DiskStore:
     def scan(self) -> None:
         """Reads the folder: what others wrote and removed, how much it has, and what was not used for the longest."""
         with self._scanning:
-            before = self._folder.bytes.add()
+            _, changes = self._folder.bytes.read()
             counted = _Counted()
             listed = counted.pages(self._listings())
             self._candidates = deque(heapq.nsmallest(max(CANDIDATES, self._pages // 16), listed))
-            self._folder.bytes.add(counted.size - before)
+            self._folder.bytes.correct(counted.size, changes)
             self._pages = counted.count
             self._forget_written(keep=0)
             self._save_hits()
@@ -311,16 +311,11 @@ class DiskStore:
 
     def _listings(self) -> Iterator[Listing]:
         """Yields what the folder has; afterwards the index follows, and pages that are too old are removed."""
-        pages = 0
         for identity in self._folder.identities():
             for listing in self._folder.listings(identity, clean=True):
                 yield listing
                 if identity == self._identity:
                     self._update_index(listing)
-                pages += len(listing.pages)
-                if pages > PAUSE_PAGES:
-                    pages = 0
-                    self._closed.wait(PAUSE_SECONDS)
                 if self._closed.is_set():
                     return
 

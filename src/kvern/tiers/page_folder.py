@@ -20,7 +20,7 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ LEFT_OVER_SECONDS = 3600.0
 """The age at which an unfinished page of another machine, or of a process unknown here, is removed."""
 PAGE_NAME = re.compile("[0-9a-f]{64}")
 DISK_BLOCK = 4096
+PAUSE_FILES = 64
 LOCK_TRIES = 40
 LOCK_WAIT = 0.0005
 
@@ -72,16 +73,29 @@ class SharedCount:
 
     def add(self, change: int = 0) -> int:
         """Adds to the number and returns it; it is never below 0."""
+        return self._change(lambda value, changes: value + change)[0]
+
+    def read(self) -> tuple[int, int]:
+        """Returns the number, and how often it was changed."""
+        return self._change(lambda value, changes: value)
+
+    def correct(self, found: int, changes_before: int) -> None:
+        """Sets the number to what was found, which may lack changes that were made meanwhile: then only upwards."""
+        self._change(lambda value, changes: found if changes == changes_before else max(value, found))
+
+    def _change(self, new: Callable[[int, int], int]) -> tuple[int, int]:
         with self._lock:
             self._take()
             try:
-                text = os.pread(self._file, 20, 0)
-                value = max(0, (int(text) if text.isdigit() else 0) + change)
-                if change:
-                    os.pwrite(self._file, b"%020d\n" % value, 0)
+                known = [int(text) for text in os.pread(self._file, 41, 0).split() if text.isdigit()]
+                value, changes = known if len(known) == 2 else (0, 0)
+                changed = max(0, new(value, changes))
+                if changed != value:
+                    changes += 1
+                    os.pwrite(self._file, b"%020d %020d\n" % (changed, changes), 0)
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
-        return value
+        return changed, changes
 
     def _take(self) -> None:
         """Takes the lock, or goes on without it if a process that was stopped has it: a wrong count is mended later."""
@@ -99,10 +113,14 @@ class SharedCount:
 
 
 class PageFolder:
-    """An opened folder of pages. Methods raise OSError."""
+    """An opened folder of pages. Methods raise OSError.
+
+    `pause`: seconds to wait after each few files of a listing, so that other threads of the process can run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.pause = 0.0
         self.root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.bytes = SharedCount("bytes", self.root)
 
@@ -182,7 +200,9 @@ class PageFolder:
         folder = self._open_folder(f"{identity}/{prefix}")
         try:
             with os.scandir(folder) as entries:
-                for entry in entries:
+                for number, entry in enumerate(entries, 1):
+                    if self.pause and not number % PAUSE_FILES:
+                        time.sleep(self.pause)
                     with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
                         status = entry.stat(follow_symlinks=False)
                         path = f"{identity}/{prefix}/{entry.name}"
@@ -250,10 +270,11 @@ class PageFolder:
 
     def remove(self, path: str, size: int) -> int:
         """Removes a page of so many bytes. Returns the bytes that are free again; 0 if another process was faster."""
-        if not self.unlink(path):
-            return 0
-        self.bytes.add(-size)
-        return size
+        self.bytes.add(-size)  # first, or a scan that no longer sees the page would have it subtracted twice
+        if self.unlink(path):
+            return size
+        self.bytes.add(size)
+        return 0
 
     def remove_empty(self, identity: str) -> None:
         """Removes the folder of an identity, if no page is left in it and none is being written."""
