@@ -57,7 +57,7 @@ class CacheExtension:
 
     @property
     def is_loading(self) -> bool:
-        """True if it holds blocks of which no running request knows."""
+        """True if work for a request that waits is not finished: a load, a question, an encoding."""
         return False
 
     def arrived(self, request: Request, contents: Sequence[int]) -> None:

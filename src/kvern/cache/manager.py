@@ -90,7 +90,7 @@ class Allocation:
         return taken
 
     def copies(self, sources: Sequence[Sequence[int]], targets: Sequence[list[int]], tokens: int) -> list[BlockCopy]:
-        """Copies of the first `tokens` positions of blocks, in the members whose blocks take memory."""
+        """Copies of the first `tokens` positions of blocks, in each block table whose blocks hold keys and values."""
         return [
             BlockCopy(source, target, tokens)
             for pool, own, others in zip(self._pools, sources, targets, strict=True)

@@ -77,7 +77,7 @@ class PageSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Write a page, one of a load in their order, to the blocks of `tables`, where -1 is a block that is left out."""
+    """One page of a load, which come in order. It is written to the blocks of `tables`; -1: this block is not."""
 
     load: int
     key: bytes

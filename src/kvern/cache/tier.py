@@ -196,7 +196,7 @@ class TierTraffic(CacheExtension):
         self._asked.discard(request)
 
     def report(self, report: object) -> list[Request]:
-        """Enter what has arrived into the prefix tree: pairs of a load's number and the count of its leading pages.
+        """Enter loaded pages into the prefix tree; the requests that waited. `report`: (load, first pages that came).
 
         A load that was given up, with the steps that were undone, is ignored.
         """

@@ -13,7 +13,7 @@ under a budget. A decode lacks one token, a prompt many, a preempted request all
 Best first means: aged requests first, then the policy's key, then what their owners have, turn and arrival. Waiting
 requests are admitted strictly in that order: if the best one does not fit, no other overtakes it. So a request that has
 aged waits only for those that run already and those that aged before it. Those that cannot run yet are passed by
-(`waiting.py`). Where one owner's requests have all places, some give way to another owner's (`shares.py`).
+(`queues.py`). Where one owner's requests have all places, some give way to another owner's (`shares.py`).
 
 An adapter's place on the device is the one thing that others pass by: while a request waits for one, requests without
 an adapter continue, because they need no such place, and requests with an adapter wait for their turn.

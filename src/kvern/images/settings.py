@@ -22,7 +22,7 @@ BICUBIC = 3
 
 
 class Resizing:
-    """What a family makes of an image of a width and height: one picture of some `size`, unless it says otherwise."""
+    """How a family resizes images: it overrides `size` for one picture, or `views` for tiles or crops."""
 
     def size(self, width: int, height: int) -> Size:
         """Returns the size of the picture, in multiples of what one token covers."""

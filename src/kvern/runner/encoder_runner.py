@@ -54,7 +54,7 @@ class PendingTexts:
             self._done.record()
 
     def result(self) -> list[bytes]:
-        """Wait for the device. Of each input its vector, or what the head judges it by: float32, little-endian."""
+        """Wait for the device. Of each input its embedding, or its head's scores: float32, little-endian."""
         if self._done is not None:
             self._done.synchronize()
         results = dict(zip(self._order, self._found.numpy(), strict=True))

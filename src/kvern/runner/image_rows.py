@@ -203,7 +203,7 @@ class ImageRows:
         return torch.from_numpy(numpy.concatenate(found))
 
     def _places_of(self, item: ScheduledTokens) -> Numbers:
-        """The places `[count]` of the rows of a request's tokens; -1: a token has none."""
+        """For each token of `item` the place of its image's row in the pool, `[count]`; -1: it is no image's."""
         found = numpy.full(item.count, -1)
         images = self._requests[item.slot]
         if images is not None and images.keys:

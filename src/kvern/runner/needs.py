@@ -8,7 +8,7 @@ from kvern.request.step import Fork, NewRequest
 
 
 class SamplingNeeds:
-    """The demands of a request on sampling beyond the temperature: bits of a number, which each step reads."""
+    """Bit flags of what a request asks of sampling beyond the temperature; each step reads them."""
 
     NOTHING = 0
     FILTERS = 1
