@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvern import EngineConfig
-from kvern.bench.offline import check, run_once
+from kvern.bench.offline import check, run_once, shown_config
 from kvern.bench.percentile import percentile
 from kvern.bench.profile import part_of
 from kvern.bench.workloads import SUITES, WORKLOADS, Workload, resolve
@@ -150,3 +150,8 @@ def test_profile_names_the_parts_and_writes_a_trace(tmp_path: Path, capsys: pyte
 )
 def test_kernels_belong_to_parts(kernel: str, part: str) -> None:
     assert part_of(kernel) == part
+
+
+def test_records_of_options_have_no_passwords() -> None:
+    shown = json.dumps(shown_config(EngineConfig(kv_tier=("host:1GB", "valkey://kvern:secret@127.0.0.1:6379"))))
+    assert "valkey://kvern:***@127.0.0.1:6379" in shown and "secret" not in shown

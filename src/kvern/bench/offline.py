@@ -13,10 +13,11 @@ import torch
 
 from kvern.bench.percentile import percentile
 from kvern.bench.workloads import Workload
+from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.engine import Engine
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, without_passwords
 from kvern.observe.metrics import DraftFigures
 from kvern.request.sampling_params import SamplingParams
 from kvern.version import __version__
@@ -160,11 +161,16 @@ def describe(engine: Engine) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": _device(torch.device(engine.layout.device)),
-        "config": dataclasses.asdict(engine.config),
+        "config": shown_config(engine.config),
         "plan": {name: value for name, value in msgspec.structs.asdict(engine.layout).items() if name != "gpus"},
         "startup_seconds": engine.startup.stages,
         "startup_reports": engine.startup.reports,
     }
+
+
+def shown_config(config: EngineConfig) -> dict[str, Any]:
+    """Returns the options of an engine for a file that others read: without passwords."""
+    return dataclasses.asdict(config) | {"kv_tier": [without_passwords(option) for option in config.kv_tier]}
 
 
 def _device(device: torch.device) -> dict[str, Any]:
