@@ -36,9 +36,14 @@ class Store(Protocol):
     """Keeps pages by name: immutable bytes.
 
     It may lie, fail and be late; nobody trusts it: the shelf checks the header and the sum of each page. All methods
-    block; the shelf calls them from threads of its own, one or more for a store, never from the engine's thread, with a
-    deadline after which it continues without the answer. The thread may still write to the places, which are not used
-    again before it returns. A method that raises counts as a failure for all names.
+    block, and are called from several threads at once: two of the shelf's that read and one that writes, and for `has`
+    of a local store the engine's. `has`, of up to 1,024 names, and `get` have a deadline, after which the shelf
+    continues without the answer; a call that misses it may go on writing to its places, and the shelf uses that memory
+    again only after the call has returned. `put` has none: while it hangs, further pages are skipped. A method that
+    raises counts as a failure for all names, and a store that fails three times in 10 s is off for a while.
+
+    A store may also have `is_private`, True if each rank has its own, and `evicted`, the pages that made room for
+    others.
     """
 
     @property
@@ -78,7 +83,11 @@ STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(
         "mooncake": "kvern.tiers.mooncake:mooncake",
     },
 )
-"""Makers of stores by the KIND of an option KIND:REST. They take REST, and raise ValueError if it is wrong."""
+"""Makers of stores by the KIND of an option KIND:REST, which take (REST, identity).
+
+They raise ValueError for a wrong REST and for a `max_age` that the store cannot obey, and ImportError with the command
+that installs what is missing. A server that does not answer is no error: it may come back.
+"""
 
 
 def make_store(option: str, identity: Identity) -> Store:
