@@ -270,4 +270,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    if sys.argv[1:2] and sys.argv[1] in ENGINES:
+        serve(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        add_arguments(given)
+        run(given.parse_args())

@@ -249,7 +249,7 @@ def main() -> None:
     """Print the figures, and write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--cases", nargs="+", default=["encoder", "first", "beside", "beside, 7 ms", "text"])
+    parser.add_argument("--cases", nargs="+", default=["beside", "beside, 7 ms", "encoder", "first", "text"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
