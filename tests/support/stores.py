@@ -52,6 +52,11 @@ class MemoryStore:
         self.pages |= {name: bytes(place) for name, place in zip(names, places, strict=True)}
         return [True] * len(names)
 
+    def drop(self, names: Sequence[bytes]) -> None:
+        self._called("drop")
+        for name in names:
+            self.pages.pop(name, None)
+
     def close(self) -> None:
         self._called("close")
 

@@ -194,6 +194,28 @@ def test_distant_stores_are_asked_at_arrival() -> None:
     store.go.set()
 
 
+def test_a_distant_store_has_the_time_that_its_answers_take() -> None:
+    store = MemoryStore(is_local=False)
+    shelf, clock = shelf_of(store)
+    store.waits = {"has"}
+    for number in range(20):
+        store.go.clear()
+        question = shelf.ask([name_of(number)])
+        assert question is not None
+        eventually(lambda number=number: len(store.calls) == number + 1)  # type: ignore[misc]
+        clock.now += 0.06
+        assert not shelf.answered(question)
+        store.go.set()
+        eventually(lambda question=question: shelf.answered(question))  # type: ignore[misc]
+    assert shelf.figures()["store-0"].failures == 0
+    store.go.clear()
+    question = shelf.ask([name_of(1)])
+    assert question is not None
+    clock.now += 0.15
+    assert shelf.answered(question), "as long as it mostly takes, and a half"
+    store.go.set()
+
+
 def test_stores_that_are_near_are_not_asked() -> None:
     shelf, _ = shelf_of(MemoryStore())
     assert shelf.ask([name_of(1)]) is None

@@ -112,6 +112,7 @@ class Tier:
                 if any(block >= 0 for block in blocks):
                     size = HEADER_BYTES + len(blocks) * group.block_bytes
                     place = torch.empty(len(group.kinds), size, dtype=torch.uint8)
+                    place[:, :HEADER_BYTES] = 0  # memory that is used again may have a page that nobody has brought
                     pages.append(_Pages(group, blocks, place))
                     pieces += self._pieces(group, load.key, place, 0 if pieces else len(blocks) * self._block_size)
             wanted.setdefault(load.load, []).append(pieces)

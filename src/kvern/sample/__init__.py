@@ -7,10 +7,12 @@ probable tokens of beams, `processors.py` applies custom logits processors, and 
 own logits. On a GPU `kernels/constraints.py`, `kernels/filters.py` and `kernels/sampling.py` do the same inside CUDA
 graphs. Begin with `sampler.py`.
 
-To add a sampling option: a field of `SamplingParams` with its check, its row in `REFUSED_WITH_BEAMS`, and its condition
-in `has_rare_filters` or `has_common_filters`, without which nothing computes it (`request/sampling_params.py`); and its
-computation in this package. All APIs then take it. An option that few requests use goes into `rare_filters.py`: PyTorch
-computes it without a kernel, on a CPU for their rows, on a GPU for the whole batch after the model's CUDA graph.
+To add a sampling option: a field of `SamplingParams` with its check, and its condition, without which nothing computes
+it: of a filter in `has_rare_filters` or `has_common_filters`, of a penalty in `penalizes_tokens`, and a flag of its own
+in `runner/needs.py` for what PyTorch alone computes. What beams cannot have has a row in `REFUSED_WITH_BEAMS` (all in
+`request/sampling_params.py`). Then its computation in this package. All APIs take it. An option that few requests use
+goes into `rare_filters.py`: PyTorch computes it without a kernel, on a CPU for their rows, on a GPU for the whole batch
+after the model's CUDA graph.
 An option that many use is a number in each row (`device/rows.py`), and has a place in one kernel for GPUs
 (`kernels/filters.py` or `kernels/constraints.py`) and in that for CPUs (`cpu/sources/sampling.cpp`, with its fields in
 `cpu/sampling.py`). The order of the filters stands in `sampler.py` and in docs/sampling.md. Tests to extend:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from kvern.request.store_figures import StoreFigures
 from kvern.tiers.pages import is_right, seal
-from kvern.tiers.price import Breaker, Price
+from kvern.tiers.price import GAIN, Breaker, Price
 from kvern.tiers.store import Store
 
 logger = logging.getLogger("kvern")
@@ -120,6 +120,8 @@ class Shelved:
         """Pages that were not right; the store is not asked for them again."""
         self.reading, self.writing = Lane(f"{name}-get", READERS), Lane(f"{name}-put", WRITERS)
         self.reading_bytes = self.writing_bytes = 0
+        self.answer_seconds = FIRST_PATIENCE / PATIENCE
+        """How long the store takes at most, of late, to say what it has."""
         self.lock = threading.Lock()
 
     def close(self) -> None:
@@ -158,13 +160,11 @@ class Shelved:
         self.count(corrupt_pages=1)
         self.known.discard(name)
         self.spoiled.add(name)
-        drop = getattr(self.store, "drop", None)
-        if drop is not None:
-            try:
-                drop([name])
-                self.spoiled.discard(name)
-            except Exception as error:  # a store may raise anything
-                self.failed(error, now)
+        try:
+            self.store.drop([name])
+            self.spoiled.discard(name)
+        except Exception as error:  # a store may raise anything
+            self.failed(error, now)
 
 
 @dataclass(eq=False)
@@ -251,7 +251,7 @@ class Shelf:
             return None
         self._numbers += 1
         number = self._numbers
-        patience = max(PATIENCE * max(one.price.seconds(0, 0, now) for one in asked), LEAST_PATIENCE)
+        patience = min(max(PATIENCE * max(one.answer_seconds for one in asked), LEAST_PATIENCE), FIRST_PATIENCE)
         with self._lock:
             self._questions[number] = asked, now + patience
         for one in [*asked]:
@@ -259,9 +259,12 @@ class Shelf:
         return number
 
     def _ask(self, one: Shelved, number: int, names: Sequence[bytes]) -> None:
+        began = self._clock()
         try:
             for name, is_there in zip(names, one.store.has(names), strict=True):
                 (one.known.add if is_there else one.known.discard)(name)
+            took = self._clock() - began
+            one.answer_seconds = max(took, one.answer_seconds + GAIN * (took - one.answer_seconds))
         except Exception as error:  # a store may raise anything
             one.failed(error, self._clock())
         with self._lock:

@@ -36,11 +36,13 @@ class Store(Protocol):
     """Keeps pages by name: immutable bytes.
 
     It may lie, fail and be late; nobody trusts it: the shelf checks the header and the sum of each page. All methods
-    block, and are called from several threads at once: two of the shelf's that read and one that writes, and for `has`
-    of a local store the engine's. `has`, of up to 1,024 names, and `get` have a deadline, after which the shelf
-    continues without the answer; a call that misses it may go on writing to its places, and the shelf uses that memory
-    again only after the call has returned. `put` has none: while it hangs, further pages are skipped. A method that
-    raises counts as a failure for all names, and a store that fails three times in 10 s is off for a while.
+    block, and are called from several threads of the shelf at once, and `has` of a local store from the engine's, too.
+    A call of `get` or `put` has 8 MiB of pages, or one page. `has`, of up to 1,024 names, has one and a half times what
+    it took of late, and at most 0.5 s; `get` has a deadline by its price; after these the shelf continues without the
+    answer. A store that needs a request for each page keeps an index. A call that misses its deadline may go on writing
+    to its places, and the shelf uses that memory again only after it has returned. `put` has none: while it hangs,
+    further pages are skipped. A method that raises counts as a failure for all names, and a store that fails three
+    times in 10 s is off for a while.
 
     A store may also have `is_private`, True if each rank has its own, and `evicted`, the pages that made room for
     others.
@@ -85,8 +87,9 @@ STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(
 )
 """Makers of stores by the KIND of an option KIND:REST, which take (REST, identity).
 
-They raise ValueError for a wrong REST and for a `max_age` that the store cannot obey, and ImportError with the command
-that installs what is missing. A server that does not answer is no error: it may come back.
+They raise ValueError for a wrong REST and for a `max_age` that the store cannot obey; their module raises ImportError,
+with the command that installs what is missing. Secrets come from environment variables. A server that does not answer
+is no error: it may come back.
 """
 
 
