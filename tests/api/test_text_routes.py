@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvern.api import embeddings, scores, text_pairs
-from kvern.api.embeddings import embedding_answer, read_embedding
+from kvern.api.embeddings import read_embedding
 from kvern.api.error_bodies import as_sent
 from kvern.api.errors import HttpError
 from kvern.api.fields import sampling_params, typed
@@ -82,7 +82,6 @@ def test_vectors_are_normalized_unless_a_body_says_no(fields: dict[str, Any]) ->
     plain = False in fields.values()
     assert asked.normalize is not plain
     assert embedding_of(state, 2, asked.normalize) == pytest.approx([3, 4] if plain else [0.6, 0.8])
-    assert embedding_answer([], "m", asked)["data"] == []
 
 
 @pytest.mark.parametrize(
