@@ -199,7 +199,7 @@ def test_none_is_enabled_unless_the_operator_does(tiny_llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("folow", "names 'folow': installed are break, double, end, follow, function, missing, shift"),
+        ("folow", "names 'folow': installed are break, double, end, follow, function, lose engine, missing, shift"),
         ("missing", "(tests.support.processors:Missing) cannot be loaded: AttributeError"),
         ("function", "(tests.support.processors:install) has no Arguments and no join and no apply"),
         ("tests.support.processors:Follow", "installed are break"),

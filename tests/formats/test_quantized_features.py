@@ -217,9 +217,3 @@ def test_features_keep_their_promises_on_a_gpu(name: str, graphs: bool, models: 
         # Two at a time: of a single row activations are not rounded, which may change a random model's answer.
         singles = {request: answers(llm, [request, request])[request] for request in ("plain", "adapter")}
         assert all(tokens(output)[0][0] == tokens(found[request])[0][0] for request, output in singles.items())
-
-
-def test_the_documentation_lists_every_format() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
-    rows = re.findall(r"^\| (.+?) \| tested \|", page, re.MULTILINE)
-    assert rows == list(FORMATS)

@@ -1,18 +1,17 @@
 """The encoder of images with kernels of a GPU, by Triton's interpreter: PyTorch's rows, and launches known at start."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvern.attention.bidirectional import attend_once
-from kvern.device.text_batch import TextBatch
 from kvern.images.views import Grid
-from kvern.layers.step_context import Attend
 from kvern.models.image_models import vision_of
 from kvern.models.loader import LoadOptions, read_config
 from kvern.models.vision import VisionTower, load_vision
+from kvern.runner.image_rows import attend_patches
 from kvern.runner.loaded_model import VISION_KERNELS
 from kvern.runner.recorded_kernels import _encode_patches
 from tests.kernels.recorded import recorded
@@ -36,15 +35,10 @@ def load(folder: Path, kernels: frozenset[str]) -> VisionTower:
 
 
 def rows_of(tower: VisionTower, grids: Sequence[Grid]) -> torch.Tensor:
-    def attend(lengths: Sequence[int]) -> Attend:
-        counts, nothing = torch.tensor(lengths, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
-        batch = TextBatch(list(lengths), nothing, nothing, nothing, counts.cumsum(0, dtype=torch.int32), counts, counts)
-        return attend_once(tower.spec.attentions, tower.build, batch)
-
     count = sum(grid.cells for grid in grids)
     pixels = torch.randn(count, 3 * tower.vision.patch**2, generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
-        rows: torch.Tensor = tower(pixels, grids, attend)
+        rows: torch.Tensor = tower(pixels, grids, partial(attend_patches, tower))
     return rows
 
 

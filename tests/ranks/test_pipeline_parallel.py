@@ -90,8 +90,6 @@ def test_the_last_stage_learns_what_every_process_could_have(tmp_path: Path) -> 
     with ThreadPoolExecutor(len(members)) as threads:
         found = list(threads.map(least, members))
     assert found[2] == found[3] == [9, 9, 9, 9, 14]
-    assert len({ranks.own(b"key") for ranks in members}) == len(members)
-    assert members[2].own(b"key") == b"key", "it decides"
 
 
 @pytest.mark.nightly

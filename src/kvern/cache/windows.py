@@ -218,8 +218,10 @@ class WindowedBlocks(CacheExtension):
             self._memory.release(window.blocks)
 
     def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
+        if not (self._grown and output.scheduled):  # rows that have forked are told with the next step that runs
+            return None
         grown, self._grown = self._grown, []
-        return WindowMessage(grown) if grown and output.scheduled else None
+        return WindowMessage(grown)
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         self._grown.clear()
