@@ -138,16 +138,22 @@ def _read_texts(config: EngineConfig, dtype: torch.dtype, model: Stored) -> None
 
 
 def _encode_patches(dtype: torch.dtype, vision: VisionSpec) -> None:
-    """Run a layer of each kind of an encoder of images, on few patches and on many."""
+    """Run a layer of each kind of an encoder of images, and what stands around layers, on few patches and on many."""
     tower = VisionTower(vision, vision_build(vision, dtype, LoadOptions(device=META, kernels=VISION_KERNELS)))
     nothing = torch.empty(1, dtype=torch.int32, device=META)
-    for grid in (Grid(4, 4), Grid(64, 64)):
+    for side in (1, 6, 32):  # few tokens, some and many, as the rotation's kernel tells them apart
+        grid = Grid(side * vision.merge, side * vision.merge)
         count = grid.cells + vision.lead
         line = TextBatch([count], *(nothing,) * 6)
         step = StepContext(tower.rotation([grid], None), TorchAttend(vision.tower.attentions, line, dtype))
         for kind in dict.fromkeys(vision.tower.layers):
             hidden = torch.empty(count, vision.tower.hidden_size, dtype=dtype, device=META)
-            tower.layers[vision.tower.layers.index(kind)](hidden, None, step)
+            layer = tower.layers[vision.tower.layers.index(kind)]
+            layer(hidden, layer(hidden, None, step)[1], step)
+        for norm in (tower.patch_norm, tower.ln_pre, tower.last_norm):
+            norm(hidden)
+        for projector in (tower.projector, *tower.deep):
+            projector(hidden[: grid.cells], [grid])
 
 
 def _first_call(calls: list[Callable[[], object]]) -> float:
