@@ -211,7 +211,7 @@ def test_files_of_the_server_are_read_by_their_key(llm: LLM, walled: Served) -> 
     client.files.delete(files[0].id)
     assert keyed(server, "alice", "/v1/messages", body).status_code == 400
     many = asked(*[{"type": "input_image", "file_id": files[1].id}] * 33)
-    assert "has 33 images" in keyed(server, "alice", chat, {"messages": many}).text
+    assert "names 33 images" in keyed(server, "alice", chat, {"messages": many}).text
 
 
 def test_images_of_requests_have_a_bound(walled: Served) -> None:
