@@ -131,8 +131,9 @@ def test_a_size_is_given_or_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
         host_size("host:lots")
     with pytest.raises(ConfigError, match="give it"):
         HostStore(50)
-    options = ("host", "disk:/a:1GB", "host:2GB")
-    assert sized(options, 40_000) == ("host:10000", "disk:/a:1GB", "host:2GB")
+    options = ("host", "disk:/a:1GB")
+    assert sized(options, 40_000) == ("host:10000", "disk:/a:1GB")
+    assert sized((*options, "host:2GB"), 40_000) == ("disk:/a:1GB", "host:2GB"), "a size says more than none"
     arena = OwnedArena()
     monkeypatch.setenv(ARENA, arena.path)
     assert sized(options, 40_960 * 4)[0] == "host:40960"
