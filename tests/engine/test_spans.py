@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from kvern.cache.messages import WindowMessage
+from kvern.cache.windows import WindowedBlocks
 from kvern.request.spans import Spans
+from kvern.request.step import ExtensionMessage, SchedulerOutput
 from tests.support.random_lives import consume, random_life, random_setup
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
@@ -27,6 +30,27 @@ def test_a_crowd_notices_spans_in_part(where: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(where, anywhere)
     with pytest.raises(AssertionError, match="in part"):
         lives(60)
+
+
+FEW = Setup(
+    prefix_cache=False, policy="prefix", block_size=5, max_model_len=28, spare_blocks=2, slots=6, spare_budget=1,
+    aging_steps=12, adapter_places=2, step_rows=3, windowed=(9, 1), spans=True,
+)  # fmt: skip
+"""So few tokens a step that a span may wait for a step of its own, before which nothing is scheduled."""
+
+
+def test_forks_hear_of_their_windows_after_a_plan_without_requests() -> None:
+    consume(random_life(FEW, seed) for seed in range(7))
+
+
+def test_a_crowd_notices_forks_that_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(self: WindowedBlocks, output: SchedulerOutput) -> ExtensionMessage | None:
+        grown, self._grown = self._grown, []
+        return WindowMessage(grown) if grown and output.scheduled else None
+
+    monkeypatch.setattr(WindowedBlocks, "plan", plan)
+    with pytest.raises(AssertionError):
+        consume(random_life(FEW, seed) for seed in range(30))
 
 
 @pytest.mark.parametrize("step_rows", [0, 1])
