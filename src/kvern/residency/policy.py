@@ -1,0 +1,372 @@
+"""The policy of memory: which models are awake, asleep and cold. It has no clock: every call says what time it is.
+
+The value of a model that is not cold is that of GreedyDual-Size-Frequency (Cherkasova 1998):
+
+    value = weight x visits x seconds to wake it / bytes that it frees
+
+The models with the least value make way. Visits fade by half in `half_life` seconds, so that models age which nobody
+uses any more; the clock of GreedyDual, which ages them by evictions, was simulated and wakes more. Requests
+within the time that a wake takes are one visit.
+
+A model that is in use stays awake for `STAY` times its wake at least: two busy models that do not fit together take
+turns, and a tenth of the time goes into wakes. Models that wait are woken in the order of their first request.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+State = Literal["cold", "asleep", "awake"]
+STATES: tuple[State, ...] = ("cold", "asleep", "awake")
+
+STAY = 10.0
+"""The least time that a busy model stays awake, in times of its wake."""
+HALF_LIFE = 7200.0
+FREQUENT = 3.0
+"""Visits, as they have faded, from which on a model is woken before it is asked, if there is memory for it."""
+LONGEST_WAIT = 60.0
+"""The most seconds between attempts to wake a model that cannot be woken."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the user says of a model."""
+
+    weight: float = 1.0
+    """The worth of a second that its clients wait, relative to other models."""
+    pin: bool = False
+    """It is always awake."""
+    keep_alive: float | None = None
+    """Seconds without a request after which it is put to sleep. None: when others need the memory."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a model takes in each state, and how long it takes to wake it; estimated first, then measured."""
+
+    awake: int
+    """Bytes."""
+    load_seconds: float
+    """Seconds from cold to awake."""
+    asleep: int | None = None
+    """Bytes. None: this model is never asleep."""
+    wake_seconds: float = 0.0
+    """Seconds from asleep to awake."""
+
+    def bytes_in(self, state: State) -> int:
+        """Returns the bytes of memory that it holds in a state."""
+        return 0 if state == "cold" else self.awake if state == "awake" else self.asleep or 0
+
+    def seconds_from(self, state: State) -> float:
+        """Returns the seconds in which it is awake again."""
+        return 0.0 if state == "awake" else self.wake_seconds if state == "asleep" else self.load_seconds
+
+    @property
+    def below_awake(self) -> State:
+        """The state in which it rests."""
+        return "cold" if self.asleep is None else "asleep"
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of state to carry out; `Residency.moved` or `Residency.failed` tells its end."""
+
+    name: str
+    state: State
+
+
+@dataclass
+class Decision:
+    """The moves to begin now, models that cannot be woken with the reasons, and when to decide again at the latest."""
+
+    moves: list[Move] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    next_at: float | None = None
+
+    def look_at(self, when: float) -> None:
+        """Lets the next decision be made no later than then."""
+        self.next_at = when if self.next_at is None else min(self.next_at, when)
+
+
+@dataclass
+class _Model:
+    name: str
+    terms: Terms
+    footprint: Footprint
+    keep_alive: float | None
+    state: State = "cold"
+    target: State | None = None
+    requests: int = 0
+    wanted_at: float | None = None
+    awake_since: float = -math.inf
+    used_at: float = -math.inf
+    visits: float = 0.0
+    visited_at: float = -math.inf
+    dismissed: bool = False
+    """It went to sleep because nobody asked, or by an order: it is not woken before somebody asks."""
+    failures: int = 0
+    barred_until: float = -math.inf
+
+    @property
+    def held(self) -> int:
+        """The bytes that it holds, or is about to."""
+        return max(self.footprint.bytes_in(state) for state in (self.state, self.target or self.state))
+
+
+class Residency:
+    """The states of models within `memory` bytes."""
+
+    def __init__(self, memory: int, half_life: float = HALF_LIFE) -> None:
+        self.memory = memory
+        self._half_life = half_life
+        self._models: dict[str, _Model] = {}
+
+    def add(self, name: str, terms: Terms, footprint: Footprint, now: float) -> None:
+        """Adds a model, which is cold."""
+        model = self._models[name] = _Model(name, terms, footprint, terms.keep_alive)
+        if terms.pin:
+            model.wanted_at = now
+
+    @property
+    def held(self) -> int:
+        """The bytes that all models hold, with those of moves that have begun."""
+        return sum(model.held for model in self._models.values())
+
+    @property
+    def states(self) -> Mapping[str, State]:
+        """The states of all models; one that moves is in its old state."""
+        return {model.name: model.state for model in self._models.values()}
+
+    def moving(self, name: str) -> State | None:
+        """Returns the state into which a model moves at present."""
+        return self._models[name].target
+
+    def terms(self, name: str) -> Terms:
+        """Returns what the user said of a model."""
+        return self._models[name].terms
+
+    def footprint(self, name: str) -> Footprint:
+        """Returns what is known of a model's memory and times."""
+        return self._models[name].footprint
+
+    def visits(self, name: str, now: float) -> float:
+        """Returns how often a model was asked, earlier visits counted less."""
+        model = self._models[name]
+        return model.visits * 0.5 ** ((now - model.visited_at) / self._half_life) if model.visits else 0.0
+
+    def expires_at(self, name: str) -> float | None:
+        """Returns when a model is put to sleep if nobody asks it; None: no time is set, or it is in use."""
+        model = self._models[name]
+        if model.keep_alive is None or model.terms.pin or model.requests or model.state != "awake":
+            return None
+        return max(model.used_at, model.awake_since) + model.keep_alive
+
+    def barred(self, name: str, now: float) -> float:
+        """Returns the seconds until a model that could not be woken is tried again; 0 if it may be tried."""
+        return max(0.0, self._models[name].barred_until - now)
+
+    def asked(self, name: str, now: float) -> None:
+        """Counts a request that begins; it wants the model awake until `ended`."""
+        model = self._models[name]
+        model.requests += 1
+        model.dismissed = False
+        if now - model.visited_at >= model.footprint.seconds_from(model.footprint.below_awake):
+            model.visits = self.visits(name, now) + 1.0
+            model.visited_at = now
+        model.used_at = now
+        self._want(model, now)
+
+    def ended(self, name: str, now: float) -> None:
+        """Counts a request that has ended."""
+        model = self._models[name]
+        model.requests -= 1
+        model.used_at = now
+        if not model.requests and not model.terms.pin:
+            model.wanted_at = None
+
+    def keep(self, name: str, seconds: float | None) -> None:
+        """Replaces the `keep_alive` of a model from now on."""
+        self._models[name].keep_alive = seconds
+
+    def moved(self, name: str, now: float, footprint: Footprint | None = None) -> None:
+        """Ends a move. `footprint`: what was measured."""
+        model = self._models[name]
+        assert model.target is not None, f"{name} does not move"
+        model.state, model.target = model.target, None
+        model.footprint = footprint or model.footprint
+        if model.state == "awake":
+            model.failures = 0
+            model.awake_since = now
+            model.wanted_at = None
+        else:
+            self._want(model, now)
+
+    def failed(self, name: str, now: float) -> None:
+        """Ends a wake that failed: the model is cold, and is tried again after 1, 2, 4 .. s."""
+        model = self._models[name]
+        model.state, model.target = "cold", None
+        model.wanted_at = None
+        model.barred_until = now + min(LONGEST_WAIT, 2.0**model.failures)
+        model.failures += 1
+
+    def decide(self, now: float) -> Decision:
+        """Returns the moves to begin now, and notes that they have begun."""
+        decision = Decision()
+        self._return_excess(decision, now)
+        self._expire(decision, now)
+        for model in sorted(self._models.values(), key=lambda one: (one.wanted_at is None, one.wanted_at)):
+            if model.state == "awake" or model.target is not None:
+                continue
+            self._want(model, now)
+            if model.wanted_at is None:
+                if model.barred_until > now and (model.requests or model.terms.pin):
+                    decision.look_at(model.barred_until)
+            elif not self._woken(model, decision, now):
+                return decision  # later ones must not take the memory that it waits for
+        self._preload(decision, now)
+        return decision
+
+    def _want(self, model: _Model, now: float) -> None:
+        wanted = model.requests or model.terms.pin
+        if wanted and model.state != "awake" and model.wanted_at is None and model.barred_until <= now:
+            model.wanted_at = now
+
+    def _begin(self, model: _Model, state: State, decision: Decision) -> None:
+        model.target = state
+        decision.moves.append(Move(model.name, state))
+
+    def _woken(self, model: _Model, decision: Decision, now: float) -> bool:
+        """Wakes a model if there is memory, else lets others make way; returns whether later ones may be woken too."""
+        pinned = sum(other.footprint.awake for other in self._models.values() if other.terms.pin and other is not model)
+        if (needed := model.footprint.awake) + pinned > self.memory:
+            beside = f" beside {_size(pinned)} of models that are pinned" if pinned else ""
+            reason = f"it takes {_size(needed)}{beside}, and all models may take {_size(self.memory)}"
+            decision.refused[model.name] = f"{reason}: raise models_memory, or use a smaller model"
+            self.failed(model.name, now)
+            return True
+        lacking = self.held - model.held + needed - self.memory
+        if lacking <= 0:
+            self._begin(model, "awake", decision)
+            return True
+        leaving = [other for other in self._models.values() if other.target is not None and other.target != "awake"]
+        lacking -= sum(other.held - other.footprint.bytes_in(other.target or "cold") for other in leaving)
+        if lacking > 0:
+            self._make_way(model, lacking, decision, now)
+        return False
+
+    def _make_way(self, wanted: _Model, lacking: int, decision: Decision, now: float) -> None:
+        """Begins to put models to sleep that free so many bytes, if there are enough of them now."""
+        chosen: list[tuple[_Model, State, int]] = []
+        for _, model, state in sorted(self._able(wanted, now), key=lambda able: able[0]):
+            until = self._stays_until(model, state) if self._is_busy(model, now) else now
+            if until > now:
+                decision.look_at(until)
+            elif lacking > 0:
+                freed = model.footprint.bytes_in(_above(state, model)) - model.footprint.bytes_in(state)
+                chosen.append((model, state, freed))
+                lacking -= freed
+        if lacking > 0:
+            return
+        last: dict[str, State] = {}
+        for model, state, freed in reversed(chosen):  # the most valuable ones stay if the others are enough
+            if lacking + freed <= 0 and model.name not in last:
+                lacking += freed
+            else:
+                last.setdefault(model.name, state)
+        for name, state in last.items():
+            self._begin(self._models[name], state, decision)
+
+    def _able(
+        self, wanted: _Model | None, now: float
+    ) -> Iterator[tuple[tuple[bool, float, float, bool], _Model, State]]:
+        """Yields models that can be put into a lower state: an order, in which the first one makes way, model, state.
+
+        Busy ones come last; then values decide, then the time of the last request.
+        """
+        for model in self._models.values():
+            if model is wanted or model.terms.pin or model.target is not None or model.wanted_at is not None:
+                continue
+            busy = model.state == "awake" and self._is_busy(model, now)
+            least = 0.0  # a model goes to sleep before it becomes cold
+            for state in STATES[STATES.index(model.state) :: -1]:
+                if state != model.state and (state == "cold" or model.footprint.asleep is not None):
+                    least = max(least, self._value(model, state, now))
+                    yield (busy, least, model.used_at, state == "cold"), model, state
+
+    def _value(self, model: _Model, state: State, now: float) -> float:
+        """Returns the worth of not putting a model into this state, from the one above it."""
+        above, footprint = _above(state, model), model.footprint
+        seconds = footprint.seconds_from(state) - footprint.seconds_from(above)
+        freed = footprint.bytes_in(above) - footprint.bytes_in(state)
+        return model.terms.weight * self.visits(model.name, now) * seconds / max(1, freed)
+
+    def _is_busy(self, model: _Model, now: float) -> bool:
+        """True if a model has requests, or had some less than the time of a wake ago."""
+        return model.requests > 0 or now - model.used_at < model.footprint.seconds_from(model.footprint.below_awake)
+
+    def _stays_until(self, model: _Model, state: State) -> float:
+        """Returns when a busy model may be put into a state."""
+        seconds = model.footprint.seconds_from(state)
+        stays = model.awake_since + STAY * seconds
+        return stays if model.requests else min(stays, model.used_at + seconds)
+
+    def _return_excess(self, decision: Decision, now: float) -> None:
+        """Puts the least valuable models to sleep if measured ones take more than was estimated."""
+        excess = self.held - self.memory
+        excess -= sum(
+            model.held - model.footprint.bytes_in(model.target)
+            for model in self._models.values()
+            if model.target is not None and model.target != "awake"
+        )
+        while excess > 0:
+            able = min(self._able(None, now), key=lambda one: one[0], default=None)
+            if able is None:
+                return
+            _, model, state = able
+            self._begin(model, state, decision)
+            excess -= model.footprint.bytes_in(model.state) - model.footprint.bytes_in(state)
+
+    def _expire(self, decision: Decision, now: float) -> None:
+        for model in self._models.values():
+            when = self.expires_at(model.name)
+            if when is None or model.target is not None:
+                continue
+            if when <= now:
+                model.dismissed = True
+                self._begin(model, model.footprint.below_awake, decision)
+            else:
+                decision.look_at(when)
+
+    def _preload(self, decision: Decision, now: float) -> None:
+        """Wakes a model that is often asked, if there is memory and nothing else moves."""
+        if any(model.target is not None for model in self._models.values()):
+            return
+        awake = [one for one in self._models.values() if one.state == "awake" and not one.terms.pin]
+        middle = statistics.median([self._value(one, one.footprint.below_awake, now) for one in awake] or [0.0])
+        found = [
+            model
+            for model in self._models.values()
+            if model.state != "awake"
+            and not model.dismissed
+            and model.barred_until <= now
+            and self.visits(model.name, now) >= FREQUENT
+            and self.held - model.held + model.footprint.awake <= self.memory
+            and self._value(model, model.state, now) > middle  # it would not be the next to make way
+        ]
+        if found:
+            worth = max(
+                found,
+                key=lambda one: one.terms.weight * self.visits(one.name, now) * one.footprint.seconds_from(one.state),
+            )
+            self._begin(worth, "awake", decision)
+
+
+def _above(state: State, model: _Model) -> State:
+    """Returns the state from which a model comes into this one."""
+    return "asleep" if state == "cold" and model.footprint.asleep is not None else "awake"
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.2f} GB"

@@ -1,0 +1,207 @@
+"""Which models are awake: never more than there is memory for, and everybody's turn comes."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvern.residency.policy import STAY, Footprint, Residency, Terms
+from tests.support.simulated_residency import LeastRecentlyUsed, World, zipf_load, zipf_world
+
+SMALL = Footprint(awake=2, load_seconds=1.0)
+
+
+def residency_of(memory: int, **terms: Terms) -> Residency:
+    residency = Residency(memory)
+    for name, said in terms.items():
+        residency.add(name, said, SMALL, 0.0)
+    return residency
+
+
+def moves(residency: Residency, now: float) -> list[tuple[str, str]]:
+    return [(move.name, move.state) for move in residency.decide(now).moves]
+
+
+def awake(residency: Residency, name: str, now: float) -> None:
+    residency.asked(name, now)
+    assert moves(residency, now) == [(name, "awake")]
+    residency.moved(name, now + 1)
+    residency.ended(name, now + 1)
+
+
+def test_a_model_is_woken_by_its_request_and_the_least_valuable_one_makes_way() -> None:
+    residency = residency_of(4, a=Terms(), b=Terms(), c=Terms())
+    for turn in range(3):
+        residency.asked("a", 10.0 * turn)
+        residency.ended("a", 10.0 * turn)
+    awake(residency, "a", 40.0)
+    awake(residency, "b", 50.0)
+    residency.asked("c", 60.0)
+    assert moves(residency, 60.0) == [("b", "cold")]
+    assert moves(residency, 60.1) == [], "c waits for the memory of b"
+    residency.moved("b", 60.2)
+    assert moves(residency, 60.2) == [("c", "awake")]
+    assert residency.states == {"a": "awake", "b": "cold", "c": "cold"}
+
+
+def test_weights_count() -> None:
+    residency = residency_of(4, a=Terms(weight=100.0), b=Terms(), c=Terms())
+    awake(residency, "a", 0.0)
+    awake(residency, "b", 10.0)
+    residency.asked("b", 20.0)
+    residency.ended("b", 20.0)
+    residency.asked("c", 30.0)
+    assert moves(residency, 30.0) == [("b", "cold")]
+
+
+def test_a_busy_model_stays_for_ten_times_its_wake() -> None:
+    residency = residency_of(2, a=Terms(), b=Terms())
+    residency.asked("a", 0.0)
+    assert moves(residency, 0.0) == [("a", "awake")]
+    residency.moved("a", 1.0)
+    residency.asked("b", 2.0)
+    decision = residency.decide(2.0)
+    assert decision.moves == [] and decision.next_at == 1.0 + STAY * SMALL.load_seconds
+    assert moves(residency, decision.next_at) == [("a", "cold")]
+
+
+def test_an_idle_model_makes_way_after_the_time_of_a_wake() -> None:
+    residency = residency_of(2, a=Terms(), b=Terms())
+    awake(residency, "a", 0.0)
+    residency.asked("b", 1.5)
+    assert residency.decide(1.5).next_at == 2.0
+    assert moves(residency, 2.0) == [("a", "cold")]
+
+
+def test_keep_alive_and_what_it_ends() -> None:
+    residency = residency_of(8, a=Terms(keep_alive=30.0), b=Terms(pin=True, keep_alive=1.0))
+    assert moves(residency, 0.0) == [("b", "awake")]
+    residency.moved("b", 1.0)
+    for turn in range(9):
+        residency.asked("a", 5.0 * turn)
+        residency.ended("a", 5.0 * turn)
+    awake(residency, "a", 50.0)
+    assert residency.expires_at("a") == residency.decide(60.0).next_at == 81.0
+    assert moves(residency, 81.0) == [("a", "cold")]
+    residency.moved("a", 81.0)
+    assert moves(residency, 90.0) == [], "nobody has asked since, however often it was asked before"
+    residency.keep("a", 0.0)
+    awake(residency, "a", 100.0)
+    assert moves(residency, 101.0) == [("a", "cold")]
+    assert residency.expires_at("b") is None and residency.states["b"] == "awake"
+
+
+def test_a_frequent_model_is_woken_when_there_is_memory() -> None:
+    residency = residency_of(2, a=Terms(), big=Terms(keep_alive=5.0))
+    for turn in range(5):
+        residency.asked("a", 10.0 * turn)
+        residency.ended("a", 10.0 * turn)
+    awake(residency, "big", 60.0)
+    assert moves(residency, 66.0) == [("big", "cold")]
+    residency.moved("big", 66.0)
+    assert moves(residency, 67.0) == [("a", "awake")]
+
+
+def test_one_that_cannot_be_woken_is_tried_less_and_less_often() -> None:
+    residency = residency_of(4, a=Terms(), pinned=Terms(pin=True))
+    assert moves(residency, 0.0) == [("pinned", "awake")]
+    residency.failed("pinned", 1.0)
+    assert residency.decide(1.0).next_at == 2.0 and residency.barred("pinned", 1.5) == 0.5
+    assert moves(residency, 2.0) == [("pinned", "awake")]
+    residency.failed("pinned", 2.0)
+    assert residency.decide(2.0).next_at == 4.0
+    awake(residency, "a", 2.5)
+
+
+def test_one_that_never_fits_is_refused_with_the_numbers() -> None:
+    residency = Residency(3_000_000_000)
+    residency.add("pinned", Terms(pin=True), Footprint(1_000_000_000, 1.0), 0.0)
+    residency.add("big", Terms(), Footprint(2_500_000_000, 1.0), 0.0)
+    residency.asked("big", 0.0)
+    refused = residency.decide(0.0).refused["big"]
+    assert "takes 2.50 GB beside 1.00 GB of models that are pinned, and all models may take 3.00 GB" in refused
+
+
+def test_a_model_that_takes_more_than_estimated_sends_another_to_sleep() -> None:
+    residency = residency_of(4, a=Terms(), b=Terms())
+    awake(residency, "a", 0.0)
+    residency.asked("b", 10.0)
+    assert moves(residency, 10.0) == [("b", "awake")]
+    residency.moved("b", 11.0, Footprint(3, 1.0))
+    assert moves(residency, 11.0) == [("a", "cold")]
+
+
+def test_sleeping_comes_before_the_end_of_the_process() -> None:
+    residency = Residency(10)
+    for name in "ab":
+        residency.add(name, Terms(), Footprint(6, 2.0, asleep=1, wake_seconds=0.1), 0.0)
+    awake(residency, "a", 0.0)
+    residency.asked("b", 20.0)
+    assert moves(residency, 20.0) == [("a", "asleep")]
+    residency.moved("a", 20.0)
+    assert moves(residency, 20.0) == [("b", "awake")]
+    assert residency.held == 7
+    residency.moved("b", 22.0)
+    residency.ended("b", 22.0)
+    residency.memory = 6
+    assert moves(residency, 30.0) == [("b", "asleep")], "a has a process, which takes 2 s for little memory"
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[World, list[tuple[float, str, float]]]:
+    """A few models of all sizes, with and without sleep, and requests at any time."""
+    memory = draw(st.integers(4, 12))
+    residency = Residency(memory)
+    names = "abcdef"[: draw(st.integers(1, 6))]
+    for name in names:
+        size = draw(st.integers(1, 6))
+        asleep = draw(st.none() | st.integers(0, 1))
+        seconds = draw(st.sampled_from((0.1, 1.0, 5.0)))
+        terms = Terms(
+            draw(st.sampled_from((0.5, 1.0, 8.0))),
+            draw(st.integers(0, 4)) == 0,
+            draw(st.sampled_from((None, 0.0, 3.0))),
+        )
+        residency.add(name, terms, Footprint(size, seconds, min(asleep, size) if asleep else None, seconds / 8), 0.0)
+    request = st.tuples(st.floats(0, 60), st.sampled_from(names), st.floats(0.01, 20))
+    return World(residency, draw(st.sampled_from((0.0, 2.0)))), draw(st.lists(request, max_size=40))
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_there_is_never_more_than_fits_and_every_request_begins_or_is_refused(
+    drawn: tuple[World, Sequence[tuple[float, str, float]]],
+) -> None:
+    world, arrivals = drawn
+    pinned = {name for name in world.residency.states if world.residency.terms(name).pin}
+    world.run(arrivals, until=100_000.0)
+    assert world.most_held <= world.residency.memory
+    assert not pinned & {name for _, name in world.demoted}
+    assert len(world.waits) + sum(world.refused.values()) == len(arrivals)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 30.0])
+def test_clients_that_want_two_models_in_turns_make_progress(seconds: float) -> None:
+    """Both are always in use, and there is memory for one: they do not thrash, and neither starves."""
+    world = World(residency_of(2, a=Terms(), b=Terms()))
+    dice = random.Random(0)
+    arrivals = [(dice.uniform(0, 200), name, seconds) for name in "ab" for _ in range(500)]
+    world.run(arrivals)
+    assert len(world.waits) == len(arrivals) and max(world.waits) <= 2 * STAY + 2 * seconds
+    wakes = world.wake_seconds / SMALL.load_seconds
+    assert 10 <= wakes <= world.now / 5
+
+
+def test_fewer_seconds_of_wakes_than_the_least_recently_used() -> None:
+    """20 models under a Zipf load, of which 5 fit; a wake costs what an H200 takes."""
+
+    def seconds(kind: type[Residency]) -> float:
+        world = zipf_world(kind, [8_000_000_000] * 20, 5)
+        arrivals = zipf_load(20, 1000, seed=0)
+        world.run(arrivals)
+        assert len(world.waits) == len(arrivals) and world.most_held <= world.residency.memory
+        return world.wake_seconds
+
+    assert seconds(Residency) <= 0.8 * seconds(LeastRecentlyUsed)
