@@ -32,8 +32,8 @@ class SimulatedTier:
     def wants(self, key: bytes) -> bool:
         return key not in self.pages or self._lies()
 
-    def has(self, key: bytes) -> bool:
-        return (key in self.pages) is not self._lies()
+    def source(self, key: bytes) -> str | None:
+        return "simulated" if (key in self.pages) is not self._lies() else None
 
     def pays(self, keys: Sequence[bytes], start: int, end: int) -> bool:
         assert keys and start < end
@@ -51,7 +51,7 @@ class SimulatedTier:
         return self._questions[question] < 0
 
     def figures(self) -> dict[str, StoreFigures]:
-        return {}
+        return {"simulated": StoreFigures()}
 
     def keep(self, save: PageSave, cells: Cells) -> None:
         """The device's side: a page is saved."""

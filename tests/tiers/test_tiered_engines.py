@@ -83,6 +83,32 @@ def test_a_page_of_which_the_tree_has_a_part_brings_the_rest(tiny_model: Path) -
         assert figures(llm).hit_tokens == 32
 
 
+def test_answers_say_where_their_prompts_were(tiny_model: Path, tmp_path: Path) -> None:
+    """On the device, and in each store; of several samples what was loaded for the first."""
+    tiers = (*HOST, f"disk:{tmp_path}/pages:1GB")
+    with LLM(tiny_model, kv_tier=tiers, **OPTIONS) as llm:
+        trust(llm)
+        first = llm.generate([PROMPT], PARAMS)[0]
+        assert first.cached_tokens_details == {"device": 0, "host": 0, "disk": 0}
+        settle(llm)
+        tree = core_here(llm).scheduler.cache.tree
+        tree.evict(tree.size - 3)
+        host: Any = tier_of(llm).shelf.stores[0].store
+        host.drop([*host._pages][4:])  # a page has two heads
+        output = llm.generate([PROMPT], PARAMS)[0]
+        assert output.loaded_tokens == {"host": 4, "disk": 24}
+        assert output.cached_tokens_details == {"device": 12, "host": 4, "disk": 24}
+        forget(llm)
+        samples = llm.generate([PROMPT], SamplingParams(n=2, max_tokens=2, ignore_eos=True))[0]
+        assert samples.loaded_tokens == {"host": 40, "disk": 0}
+        assert sum(samples.cached_tokens_details.values()) == samples.cached_tokens
+        forget(llm)
+        search = llm.generate([PROMPT], SamplingParams(beam_width=2, max_tokens=2))[0]
+        assert search.cached_tokens_details == {"device": 0, "host": 40, "disk": 0}
+    with LLM(tiny_model, **OPTIONS) as llm:
+        assert llm.generate([PROMPT], PARAMS)[0].cached_tokens_details == {}
+
+
 def test_a_store_that_forgets_changes_no_answer(tiny_model: Path) -> None:
     plain = LLM(tiny_model, **OPTIONS)
     tiered = LLM(tiny_model, kv_tier=("host:40KB",), **OPTIONS)

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,8 +133,19 @@ def usage(
     outputs: Sequence[RequestOutput], generated: int | None = None, chat: ChatRequest | None = None
 ) -> dict[str, Any]:
     """Counts the tokens of all prompts and answers, of prompts that came from the cache, and of a chat's images."""
-    counts = {"cached_tokens": sum(output.cached_tokens for output in outputs), **image_tokens(chat)}
-    return {**token_counts(outputs, generated), "prompt_tokens_details": counts}
+    return {
+        **token_counts(outputs, generated),
+        "prompt_tokens_details": {**cached_counts(outputs), **image_tokens(chat)},
+    }
+
+
+def cached_counts(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Counts the tokens of prompts that were cached, with a KV tier also by where they were, as SGLang has it."""
+    found: dict[str, Any] = {"cached_tokens": sum(output.cached_tokens for output in outputs)}
+    by_place: Counter[str] = Counter()
+    for output in outputs:
+        by_place.update(output.cached_tokens_details)
+    return found | ({"cached_tokens_details": dict(by_place)} if by_place else {})
 
 
 def image_tokens(chat: ChatRequest | None) -> dict[str, int]:

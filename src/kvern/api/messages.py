@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.api.chat_fields import THINKING_FIELDS, read_thinking
+from kvern.api.completion_answers import cached_counts
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError
 from kvern.api.fields import COMMON_FIELDS, PARAMETERS, CommonFields, read_common, sampling_params, typed
@@ -222,12 +223,14 @@ def _stop_reason(answer: CompletionOutput, message: Message, most_tokens: int | 
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _usage(output: RequestOutput) -> dict[str, int]:
+def _usage(output: RequestOutput) -> dict[str, Any]:
     """Returns Anthropic's usage, in which cached tokens are no input tokens."""
+    counts = cached_counts([output])
     return {
         "input_tokens": len(output.prompt_token_ids) - output.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": output.cached_tokens,
+        "cache_read_input_tokens": counts.pop("cached_tokens"),
+        **counts,
         "output_tokens": len(output.outputs[0].token_ids),
     }
 

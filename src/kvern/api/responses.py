@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvern.api.chat_fields import THINKING_FIELDS, ThinkingFields, read_thinking
-from kvern.api.completion_answers import image_tokens
+from kvern.api.completion_answers import cached_counts, image_tokens
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.error_bodies import status_of
 from kvern.api.errors import HttpError, wrong_value
@@ -338,7 +338,7 @@ def _conclude(response: dict[str, Any], output: RequestOutput, chat: ChatRequest
     response["usage"] = {
         "input_tokens": prompt,
         "input_tokens_details": {
-            "cached_tokens": output.cached_tokens,
+            **cached_counts([output]),
             "cache_write_tokens": 0,
             **image_tokens(chat),
         },

@@ -86,7 +86,8 @@ class Relevances:
     scores: list[float]
     method: str
     prompt_tokens: int
-    cached_tokens: int
+    cached: dict[str, Any]
+    """Counts of those that were cached: `cached_counts`."""
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Relevances:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": 0,
             "total_tokens": self.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": self.cached,
         }
 
 

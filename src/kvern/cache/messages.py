@@ -135,8 +135,8 @@ class TierIndex(Protocol):
         """Returns whether a page that is written should be saved; False if it is kept already."""
         ...
 
-    def has(self, key: bytes) -> bool:
-        """Returns whether a page is probably kept."""
+    def source(self, key: bytes) -> str | None:
+        """Returns the name of the store from which a page would be loaded now; None: probably none has it."""
         ...
 
     def pays(self, keys: Sequence[bytes], start: int, end: int) -> bool:
@@ -152,5 +152,5 @@ class TierIndex(Protocol):
         ...
 
     def answered(self, question: int) -> bool:
-        """Returns whether `has` knows what there is to know: answers have come, or they take too long."""
+        """Returns whether `source` knows what there is to know: answers have come, or they take too long."""
         ...

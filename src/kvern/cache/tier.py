@@ -13,10 +13,11 @@ as shorter and never raised: a step that raises has a request to blame. What was
 request is then admitted like any other, and so are all that waited for the same blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
-from weakref import WeakSet
+from itertools import chain, pairwise, takewhile
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 
@@ -32,6 +33,14 @@ LEFT_OUT = -1
 """In the place of a block of a page that is not loaded."""
 
 
+class _Page(NamedTuple):
+    """A page of a prompt: the number of blocks up to its end, and the store that had it when it was looked for."""
+
+    key: bytes
+    end: int
+    store: str
+
+
 @dataclass(eq=False)
 class _Load:
     """Pages that are being loaded to `blocks`, which follow `path`, whose nodes stay; no request has them yet.
@@ -43,7 +52,7 @@ class _Load:
     path: list[Node]
     known: int
     contents: list[tuple[int, ...]]
-    keys: list[bytes]
+    pages: list[_Page]
     blocks: list[int]
     step: int
     waiting: list[Request] = field(default_factory=list)
@@ -72,6 +81,9 @@ class TierTraffic(CacheExtension):
         self._numbers = 0
         self._asked: WeakSet[Request] = WeakSet()
         """Waiting requests for which a load was decided on, which happens once at most while a request waits."""
+        self._stores = [*tier.figures()]
+        self._came: WeakKeyDictionary[Request, list[tuple[str, int, int]]] = WeakKeyDictionary()
+        """What has been loaded for waiting requests: the store, the first token of each page, and the one after it."""
         self._questions: dict[Request, int] = {}
         self._unanswered: dict[Request, None] = {}
         """Requests that wait for what distant stores answer."""
@@ -160,40 +172,55 @@ class TierTraffic(CacheExtension):
         start = len(path) * self._block_size
         if not self._fits(path, -(-(len(contents) - start) // self._block_size) + reserve):
             return False
-        found = [*takewhile(lambda page: self._tier.has(page[0]), chain([first], pages))]
+        found = [*self._kept(chain([first], pages))]
         if not found:
             return False
         self._asked.add(request)
-        keys = [key for key, _ in found]
-        if not self._tier.pays(keys, start, found[-1][1] * self._block_size):
+        if not self._tier.pays([page.key for page in found], start, found[-1].end * self._block_size):
             return False
-        self._begin(request, path, contents, keys, step)
+        self._begin(request, path, contents, found, step)
         return True
+
+    def _kept(self, pages: Iterable[tuple[bytes, int]]) -> Iterator[_Page]:
+        """The leading pages that a store has."""
+        for key, end in pages:
+            store = self._tier.source(key)
+            if store is None:
+                return
+            yield _Page(key, end, store)
 
     def _fits(self, path: Sequence[Node], blocks: int) -> bool:
         unused = sum(not node.users for node in path)
         return blocks <= self._pool.free_count + self._tree.evictable_count - unused
 
-    def _begin(self, request: Request, path: list[Node], contents: Sequence[int], keys: list[bytes], step: int) -> None:
+    def _begin(
+        self, request: Request, path: list[Node], contents: Sequence[int], pages: list[_Page], step: int
+    ) -> None:
         """Load pages that follow a path."""
         size, known = self._block_size, len(path) % self._page_blocks
-        count = len(keys) * self._page_blocks - known
+        count = len(pages) * self._page_blocks - known
         self._tree.acquire(path)
         self._tree.evict(count - self._pool.free_count)
         blocks = self._pool.allocate(count)
         starts = range(len(path) * size, (len(path) + count) * size, size)
         pieces = [tuple(contents[begin : begin + size]) for begin in starts]
         self._numbers += 1
-        load = _Load(request.cache_namespace, path, known, pieces, keys, blocks, step, [request])
+        load = _Load(request.cache_namespace, path, known, pieces, pages, blocks, step, [request])
         self._loading[self._numbers] = load
-        self._arriving |= dict.fromkeys(keys, load)
+        self._arriving |= {page.key: load for page in pages}
         targets = [LEFT_OUT] * known + blocks
-        for place, key in enumerate(keys):
+        for place, page in enumerate(pages):
             own = targets[place * self._page_blocks : (place + 1) * self._page_blocks]
-            self._loads.append(PageLoad(self._numbers, key, [own]))
+            self._loads.append(PageLoad(self._numbers, page.key, [own]))
 
     def placed(self, request: Request) -> None:
         self._asked.discard(request)
+        came = self._came.pop(request, [])
+        if request.queue.preemptions == 0:
+            loaded = dict.fromkeys(self._stores, 0)
+            for store, first, end in came:
+                loaded[store] += max(0, min(end, request.answer.cached_tokens) - first)
+            request.answer.loaded_tokens = loaded
 
     def report(self, report: object) -> list[Request]:
         """Enter loaded pages into the prefix tree; the requests that waited. `report`: (load, first pages that came).
@@ -214,8 +241,17 @@ class TierTraffic(CacheExtension):
             node = self._tree.insert(load.namespace, parent, tokens, block, load.step)
             self._tree.acquire([node])
             load.path.append(node)
+        self._note(load, count)
         self._end(load)
         return load.waiting
+
+    def _note(self, load: _Load, count: int) -> None:
+        """Remember from where the first pages of a load have come, for all that waited for them."""
+        first = load.pages[0].end - self._page_blocks + load.known
+        bounds = [blocks * self._block_size for blocks in (first, *(page.end for page in load.pages[:count]))]
+        pages = [(page.store, *span) for page, span in zip(load.pages, pairwise(bounds), strict=False)]
+        for request in load.waiting:
+            self._came.setdefault(request, []).extend(pages)
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """All loads are given up; the requests do without them, whatever failed."""
@@ -235,7 +271,7 @@ class TierTraffic(CacheExtension):
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         blocks = [block for load in self._loading.values() for block in load.blocks]
         assert all(self._pool.references(block) == 1 for block in blocks), "a block that is being loaded is shared"
-        assert self._arriving.keys() == {key for load in self._loading.values() for key in load.keys}
+        assert self._arriving.keys() == {key for load in self._loading.values() for key, *_ in load.pages}
         awaited = {request for load in self._loading.values() for request in load.waiting} | self._unanswered.keys()
         assert awaited >= {request for request in loading if request.state is State.LOADING}, (
             "a request waits for blocks that nobody loads"
@@ -247,8 +283,8 @@ class TierTraffic(CacheExtension):
     def _end(self, load: _Load) -> None:
         self._tree.release(load.path)
         self._pool.release(load.blocks)
-        for key in load.keys:
-            del self._arriving[key]
+        for page in load.pages:
+            del self._arriving[page.key]
 
 
 def _pairs(report: object) -> list[tuple[int, int]]:

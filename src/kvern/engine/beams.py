@@ -221,6 +221,7 @@ def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
             found.token_ids,
             found.entries or None,
             cached_tokens=request.answer.cached_tokens,
+            loaded_tokens=request.answer.loaded_tokens,
             finish_reason=found.reason,
             stop_reason=found.stop_reason,
             queue_seconds=request.queue.seconds,

@@ -57,6 +57,7 @@ class CoreTiming(NamedTuple):
 
 
 DEFAULT_TIMING = CoreTiming()
+NOTHING_LOADED: Mapping[str, int] = {}
 
 
 class EngineCore(EngineLoop):
@@ -393,8 +394,10 @@ class EngineCore(EngineLoop):
                     request.queue.seconds if request.output_length == len(token_ids) else 0.0,
                     result.embeddings.get(slot) if request.spec.embed else None,
                     predicted_tokens=predicted,
+                    loaded_tokens=request.answer.loaded_tokens,
                 )
             )
+            request.answer.loaded_tokens = NOTHING_LOADED
         self._forget_unused()
         return events
 

@@ -190,6 +190,8 @@ class OutputProcessor:
                 self._end_without_token(event, output, answer)
             return None
         output.cached_tokens = max(output.cached_tokens, event.cached_tokens)
+        if sum(event.loaded_tokens.values()) >= sum(output.loaded_tokens.values()):
+            output.loaded_tokens = dict(event.loaded_tokens) or output.loaded_tokens
         return answer.add(event)
 
     def _end_without_token(self, event: TokenEvent, output: RequestOutput, answer: Answer) -> None:

@@ -1,6 +1,6 @@
 """Reports of an engine: the token events of a step, and its counters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -35,6 +35,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The log-probability of a whole answer of a beam search."""
     predicted_tokens: tuple[int, int] = (0, 0)
     """The accepted and the rejected drafts of the request's predicted output in this step."""
+    loaded_tokens: Mapping[str, int] = {}
+    """How many of `cached_tokens` each store of the tier gave for this request; reported once, if there is a tier."""
 
 
 MOST_TOLD = 1024

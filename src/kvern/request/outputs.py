@@ -53,6 +53,9 @@ class RequestOutput:
     `prompt_logprobs_from`."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
+    """As many of them as each store of the tier (`kv_tier`) gave for this prompt, by the store's name; empty without a
+    tier."""
     queue_seconds: float = field(default=0.0, compare=False)
     """The seconds from arrival at the engine to the first step that computed some of it."""
     embedding: bytes | None = None
@@ -62,6 +65,13 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """`cached_tokens`, under the name that vLLM has for it."""
         return self.cached_tokens
+
+    @property
+    def cached_tokens_details(self) -> dict[str, int]:
+        """`cached_tokens` by where they were: "device", and the stores of the tier; empty without a tier."""
+        if not self.loaded_tokens:
+            return {}
+        return {"device": self.cached_tokens - sum(self.loaded_tokens.values()), **self.loaded_tokens}
 
     @property
     def failure(self) -> str | None:

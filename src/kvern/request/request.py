@@ -16,7 +16,7 @@ beam search begins as one request; others are forked from it when its prompt is 
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -38,13 +38,15 @@ class AnswerProgress:
 
     `gathers`: several tokens are reported at a time. `told`: reported tokens; -1 if this engine has reported nothing.
     `reported_prompt_logprobs`: tokens from `params.prompt_logprobs_from` on whose log-probabilities were reported.
-    `cached_tokens`: prompt tokens that came from the prefix cache.
+    `cached_tokens`: prompt tokens that came from the prefix cache; `loaded_tokens`: as many of these as were loaded for
+    the request, by the stores of the cache's tier; empty without a tier, and when it was reported.
     """
 
     gathers: bool = False
     told: int = -1
     reported_prompt_logprobs: int = 0
     cached_tokens: int = 0
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

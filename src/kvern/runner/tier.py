@@ -58,9 +58,10 @@ class Tier:
         """See `TierIndex`."""
         return self.shelf.wants([self._name(key)])
 
-    def has(self, key: bytes) -> bool:
+    def source(self, key: bytes) -> str | None:
         """See `TierIndex`."""
-        return self.shelf.find(self._name(key)) is not None
+        found = self.shelf.find(self._name(key))
+        return None if found is None else found.name
 
     def pays(self, keys: Sequence[bytes], start: int, end: int) -> bool:
         """See `TierIndex`."""

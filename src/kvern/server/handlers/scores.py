@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvern.api import text_pairs
 from kvern.api.chat_fields import read_thinking
+from kvern.api.completion_answers import cached_counts
 from kvern.api.errors import HttpError
 from kvern.api.fields import merge_extra
 from kvern.api.scores import KNOWN, read_score, score_answer
@@ -195,8 +196,7 @@ def _check_no_instruction(asked: TextPairs) -> None:
 
 
 def _relevances(scores: list[float], method: str, prompts: Sequence[Sized], outputs: list[RequestOutput]) -> Relevances:
-    cached = sum(output.cached_tokens for output in outputs)
-    return Relevances(scores, method, sum(map(len, prompts)), cached)
+    return Relevances(scores, method, sum(map(len, prompts)), cached_counts(outputs))
 
 
 class Scores(WholeAnswers):
