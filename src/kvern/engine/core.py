@@ -57,7 +57,6 @@ class CoreTiming(NamedTuple):
 
 
 DEFAULT_TIMING = CoreTiming()
-NOTHING_LOADED: Mapping[str, int] = {}
 
 
 class EngineCore(EngineLoop):
@@ -357,7 +356,6 @@ class EngineCore(EngineLoop):
                     self._counted.generation_tokens += 1
                     events += self._beams.report(request, item.slot, result)
                 continue
-            slot = item.slot
             logprobs = result.logprobs[index]
             predicted = 0, 0
             if item.sampled > 1:
@@ -366,7 +364,7 @@ class EngineCore(EngineLoop):
                 logprobs = logprobs and logprobs[: len(token_ids)]
                 if self.drafting is not None and request_id in self.drafting.verified_predictions:
                     predicted = min(right, len(token_ids)), item.sampled - 1 - right
-            reason = result.broken.get(slot) if len(token_ids) == len(result.token_ids[index]) else None
+            reason = result.broken.get(item.slot) if len(token_ids) == len(result.token_ids[index]) else None
             if reason == OUT_OF_TOKENS:
                 token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
             cut = len(result.token_ids[index]) - len(token_ids) + (reason == OUT_OF_TOKENS)
@@ -392,12 +390,11 @@ class EngineCore(EngineLoop):
                     request.answer.finish_reason,
                     request.answer.stop_reason,
                     request.queue.seconds if request.output_length == len(token_ids) else 0.0,
-                    result.embeddings.get(slot) if request.spec.embed else None,
+                    result.embeddings.get(item.slot) if request.spec.embed else None,
                     predicted_tokens=predicted,
-                    loaded_tokens=request.answer.loaded_tokens,
+                    loaded_tokens=request.answer.tell_loaded(),
                 )
             )
-            request.answer.loaded_tokens = NOTHING_LOADED
         self._forget_unused()
         return events
 

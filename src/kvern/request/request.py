@@ -50,6 +50,13 @@ class AnswerProgress:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
+    def tell_loaded(self) -> Mapping[str, int]:
+        """Returns `loaded_tokens` when it is first asked for."""
+        loaded = self.loaded_tokens
+        if loaded:
+            self.loaded_tokens = {}
+        return loaded
+
 
 @dataclass(slots=True)
 class QueueProgress:
