@@ -14,6 +14,8 @@ DEFAULT_MODEL = "kvern-12m"
 DEFAULT_ADAPTERS = 8
 LARGEST_RANK = 128
 LONGEST_SECONDS = 10_000_000
+OPTIONAL = "?optional"
+"""The end of an option of `kv_tier` that is ignored where there can be no store."""
 LONGEST_SILENCE = 60.0
 """The seconds without a sign of life for work that an engine does for the first time, by default."""
 
@@ -152,7 +154,8 @@ class EngineConfig:
     kv_tier: tuple[str, ...] = ()
     """Stores that keep the KV cache of prompts outside the device, the nearest first: host:32GB, or host for a quarter
     of the free memory; disk:/path:500GB; valkey://host:port, or valkeys:// for TLS; mooncake://host:port. Prompts
-    continue from them where that is faster than computing."""
+    continue from them where that is faster than computing. With ?optional behind it a store is left out, with a
+    warning, where there can be none."""
     kv_tier_max_age: str | None = None
     """Age after which a page on a disk or a Valkey server is not used any more and is removed: seconds, or such as 90m,
     12h or 7d. None: pages stay until they are evicted."""
@@ -291,7 +294,7 @@ class EngineConfig:
 
     def _check_tiers(self) -> None:
         """Raises ConfigError for options of tiers without what they need."""
-        if self.kv_tier and not self.prefix_cache:
+        if self.needed_tiers and not self.prefix_cache:
             raise ConfigError(
                 f"kv_tier {self.shown_kv_tier} needs the prefix cache, which is off: leave kv_tier out, or turn "
                 "prefix_cache on"
@@ -325,9 +328,14 @@ class EngineConfig:
             )
 
     @property
+    def needed_tiers(self) -> tuple[str, ...]:
+        """The options of `kv_tier` that are refused where there can be no store."""
+        return tuple(option for option in self.kv_tier if not option.endswith(OPTIONAL))
+
+    @property
     def shown_kv_tier(self) -> str:
         """`kv_tier` for messages."""
-        return without_passwords(" ".join(self.kv_tier))
+        return without_passwords(" ".join(option.removesuffix(OPTIONAL) for option in self.kv_tier))
 
     @property
     def target_itl_seconds(self) -> float | None:

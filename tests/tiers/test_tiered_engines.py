@@ -208,6 +208,20 @@ def test_a_tier_without_the_prefix_cache_is_refused(tiny_model: Path) -> None:
         LLM(tiny_model, kv_tier="host:1GB", **OPTIONS | {"prefix_cache": False})
 
 
+@pytest.mark.parametrize("asked", [{"swap_space": 1}, {"kv_tier": "host:1GiB?optional"}])
+def test_an_optional_tier_is_left_out_where_there_can_be_none(
+    asked: dict[str, Any], tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(tiny_model, **asked, **OPTIONS | {"prefix_cache": False}) as llm:
+        assert llm.generate([PROMPT], PARAMS)[0].cached_tokens_details == {}
+    assert "kv_tier host:1GiB has no effect: the prefix cache is off" in caplog.text
+
+
+def test_an_optional_tier_is_a_tier(tiny_model: Path) -> None:
+    with LLM(tiny_model, swap_space=1, **OPTIONS) as llm:
+        assert check_hits(llm, PROMPT) == 40
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

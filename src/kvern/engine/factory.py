@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvern.cache.manager import KVCacheManager, MakeExtension
-from kvern.config import EngineConfig
+from kvern.config import OPTIONAL, EngineConfig
 from kvern.cpu.cores import available_memory
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
@@ -41,6 +42,7 @@ STATES_APART = 512
 """Tokens of a prompt that a GPU computes in about the time of one more small step."""
 GRAPH_SECONDS = 0.55
 """So long an engine captures the likeliest graphs before it is ready, if it can capture the others when it is idle."""
+logger = logging.getLogger("kvern")
 DECODE_STEPS = 3
 """The target of the time between tokens, in plain decode steps, if none is given."""
 
@@ -84,6 +86,7 @@ def build_core(
     Raises KvernError subclasses.
     """
     spec = describe_model(folder, read_config(folder), config.model_implementation)
+    config = usable_tiers(config, spec)
     if HOST in config.kv_tier and spec.encoder is None and not spec.recurrent:  # all ranks have the same size
         options = sized(config.kv_tier, available_memory() // config.data_parallel_size)
         config = dataclasses.replace(config, kv_tier=options)
@@ -121,6 +124,21 @@ def build_core(
     executor.begin_counting()
     core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, CoreTiming(pace, watch))
     return core, spec, layout
+
+
+def usable_tiers(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The configuration without tiers that are optional and cannot be; those that can be are no longer optional."""
+    if spec.encoder is not None:
+        reason = f"{spec.model_type} is an encoder and has no KV cache"
+    elif not config.prefix_cache:
+        reason = "the prefix cache is off"
+    else:
+        return dataclasses.replace(config, kv_tier=tuple(option.removesuffix(OPTIONAL) for option in config.kv_tier))
+    needed = config.needed_tiers
+    if needed == config.kv_tier:
+        return config
+    logger.warning("kv_tier %s has no effect: %s", config.shown_kv_tier, reason)
+    return dataclasses.replace(config, kv_tier=needed, kv_tier_max_age=config.kv_tier_max_age if needed else None)
 
 
 def facts_of(config: EngineConfig, spec: ModelSpec, layout: Layout, folder: Path) -> ModelFacts:

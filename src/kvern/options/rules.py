@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvern.config import EngineConfig, choices_of
+from kvern.config import OPTIONAL, EngineConfig, choices_of
 from kvern.errors import ConfigError
 from kvern.options.texts import Options, as_arguments, flag, json_object
 
@@ -94,17 +94,20 @@ class Switch(Rule):
 
 @dataclass(frozen=True)
 class HostMemory(Rule):
-    """A flag that gives the KV cache host memory: so many units, 0 for none, or without a value as much as fits."""
+    """A flag that gives the KV cache host memory: so many units, 0 for none, or without a value as much as fits.
+
+    Other engines take it with any model, so it is optional.
+    """
 
     unit: str = ""
     takes: int = 1
 
     def options(self, values: Sequence[str], on: bool) -> Options:
         if not self.takes:
-            return [("kv_tier", "host")] if on else []
+            return [("kv_tier", f"host{OPTIONAL}")] if on else []
         if not re.fullmatch(r"\d+(\.\d*)?", values[0]):
             raise ConfigError(f"is {values[0]!r}: it must be a number of {self.unit}")
-        return [("kv_tier", f"host:{values[0]}{self.unit}")] if float(values[0]) else []
+        return [("kv_tier", f"host:{values[0]}{self.unit}{OPTIONAL}")] if float(values[0]) else []
 
     def help(self) -> str:
         return f"is kvern's {flag('kv_tier')} host{f':SIZE, in {self.unit}' * bool(self.takes)}"

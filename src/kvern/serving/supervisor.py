@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvern.config import EngineConfig
+from kvern.config import OPTIONAL, EngineConfig
 from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable
 from kvern.serving.child import EngineProcess
 from kvern.serving.link import EngineLink
@@ -81,8 +81,8 @@ class Supervisor:
         self._place = place
         self._owner = owner
         self._first = first
-        has_host = any(option.partition(":")[0] == HOST for option in config.kv_tier)
-        self._arena = OwnedArena() if has_host and place.shares_memory else None
+        kinds = {option.removesuffix(OPTIONAL).partition(":")[0] for option in config.kv_tier}
+        self._arena = OwnedArena() if HOST in kinds and config.prefix_cache and place.shares_memory else None
         self._link: EngineLink | None = None
         self._began = 0.0
         self._fruitless = 0
