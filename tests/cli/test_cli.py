@@ -157,7 +157,7 @@ def test_a_model_without_memory_for_it_is_refused_in_a_line(model: Path) -> None
 def test_run_answers_and_prints_the_table(tmp_path: Path, model: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "the fox", "max_tokens": 3}\n{\n')
     result = subprocess.run(
-        [sys.executable, "-m", "kvern", "run", "in.jsonl", "out.jsonl", "--model", str(model)],
+        [sys.executable, "-m", "kvern", "run", "in.jsonl", "out.jsonl", "--model", str(model), "--kv-tier", "host:9MB"],
         cwd=tmp_path,
         env=ENVIRONMENT,
         capture_output=True,
@@ -165,7 +165,8 @@ def test_run_answers_and_prints_the_table(tmp_path: Path, model: Path) -> None:
         timeout=120,
     )
     assert result.returncode == 1
-    for name in ("requests", "prompt tokens", "generated tokens", "tokens/s", "prefix-cache hit rate", "failed rows"):
+    cached = ("prefix-cache hit rate", "KV tier host")
+    for name in ("requests", "prompt tokens", "generated tokens", "tokens/s", *cached, "failed rows"):
         assert name in result.stdout
     assert "\x1b" not in result.stdout + result.stderr
     assert result.stderr == "kvern: 1 rows failed: see out.errors.jsonl\n"

@@ -170,7 +170,7 @@ def test_the_keyboard_alone_is_enough(page: Page) -> None:
 
 def test_the_engine_tab_tells_of_the_model_and_draws_the_metrics(page: Page, server: Served) -> None:
     page.get_by_role("tab", name="Engine").click()
-    facts = page.locator(".facts")
+    facts = page.locator(".facts:not(.store)")
     expect(facts).to_contain_text("2,048 tokens")
     expect(facts.get_by_role("heading", name="kvern-1m")).to_be_visible()
     expect(facts.locator(".adapters")).to_contain_text("gull")
@@ -182,6 +182,10 @@ def test_the_engine_tab_tells_of_the_model_and_draws_the_metrics(page: Page, ser
     between = page.locator(".chart", has_text="Between tokens").locator("strong").first
     expect(between).to_contain_text(re.compile("[mµ]s"))
     expect(page.locator(".totals", has_text="tokens generated")).to_contain_text(re.compile(r"[1-9]"))
+    store = page.locator(".store", has_text="KV tier: host")
+    expect(store.locator("div", has_text="state")).to_have_text("stateon")
+    expect(store.locator("div", has_text="tokens stored")).to_contain_text(re.compile("[1-9]"))
+    expect(store.locator("div", has_text="a load takes")).to_contain_text(re.compile(r"[µm]s \+ .* GB/s"))
 
 
 TOOLS = json.dumps([{"name": "look", "description": "Looks it up", "parameters": {"type": "object"}}])

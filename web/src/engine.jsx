@@ -1,6 +1,6 @@
 // The engine's figures of the last two minutes, read every second while somebody looks.
 import { useEffect, useState } from "preact/hooks";
-import { Facts, Version } from "./facts.jsx";
+import { Facts, Stores, Version } from "./facts.jsx";
 import { NONE, number, percent, seconds } from "./format.js";
 import { SECONDS, parse, point, restarted } from "./metrics.js";
 import { metrics } from "./server.js";
@@ -67,6 +67,7 @@ export function Engine({ shown }) {
   return (
     <div class="engine">
       <Facts />
+      <Stores stores={readings.at(-1).stores} />
       <h2>Figures</h2>
       <p class={failure ? "failure" : "hint"} role={failure ? "alert" : undefined}>
         {failure ?? (ago ? `${ago} s ago` : "The last two minutes, every second. Latencies and hits are over ten seconds.")}

@@ -1,5 +1,5 @@
 // What the server tells of its models and their adapters.
-import { modelName, number } from "./format.js";
+import { modelName, number, seconds } from "./format.js";
 import { server } from "./server.js";
 
 const count = (value) => value?.toLocaleString("en");
@@ -54,6 +54,35 @@ export function Facts() {
       </section>
     ));
 }
+
+/** Of the stores of a KV tier: what they gave and got, and what a load from them takes. */
+export function Stores({ stores }) {
+  return Object.entries(stores).map(([name, figures]) => (
+    <section key={name} class="facts store">
+      <h2>KV tier: {name}</h2>
+      <dl>
+        {storeFacts(figures).map(([label, value]) => (
+          <div key={label}>
+            <dt>{label}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+    </section>
+  ));
+}
+
+const storeFacts = (figures) =>
+  [
+    ["state", figures.is_on ? "on" : "off, since it failed"],
+    ["tokens loaded", count(figures.hit_tokens)],
+    ["tokens stored", count(figures.stored_tokens)],
+    ["tokens not found", count(figures.missed_tokens)],
+    ["computed instead", count(figures.refused_tokens + figures.late_tokens)],
+    ["not stored", figures.skipped_tokens && count(figures.skipped_tokens)],
+    ["corrupt pages", figures.corrupt_pages && count(figures.corrupt_pages)],
+    ["a load takes", `${seconds(figures.latency_seconds)} + ${number(figures.bandwidth / 1e9)} GB/s`],
+  ].filter(([, value]) => value);
 
 export function Version() {
   const { version } = server.use();

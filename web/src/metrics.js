@@ -6,17 +6,26 @@ const GAP = 5; // seconds without a sample, after which a rate would be a guess
 
 const SAMPLE = /^kvern:(\w+)(?:\{(.*)\})?\s+(\S+)/;
 const LIMIT = /(?:^|,)le="([^"]+)"/;
+const STORE = /(?:^|,)store="([^"]+)"/;
+const STORED = /^tier_(?:(\w+)_total|(\w+))$/;
 
 /**
  * One reading: `values` by name, summed over labels, `counts` of how many there were, and the cumulative `buckets` of
- * histograms as Maps from limit to count. The time is in seconds.
+ * histograms as Maps from limit to count. `stores` has the figures of each store of the KV tier by its name: counters
+ * summed over engines, and the last engine's values of now. The time is in seconds.
  */
 export function parse(text, time) {
-  const reading = { time, values: {}, counts: {}, buckets: {} };
+  const reading = { time, values: {}, counts: {}, buckets: {}, stores: {} };
   for (const line of text.split("\n")) {
     const found = SAMPLE.exec(line);
     if (!found) continue;
     const [, name, labels, value] = found;
+    const store = STORE.exec(labels ?? "")?.[1];
+    if (store) {
+      const [, counter, gauge] = STORED.exec(name) ?? [];
+      const figures = (reading.stores[store] ??= {});
+      figures[counter ?? gauge] = (counter ? (figures[counter] ?? 0) : 0) + Number(value);
+    }
     const limit = name.endsWith("_bucket") && LIMIT.exec(labels)?.[1];
     if (limit) {
       const buckets = (reading.buckets[name.slice(0, -"_bucket".length)] ??= new Map());

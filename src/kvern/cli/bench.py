@@ -43,6 +43,7 @@ class Offline:
         """Run the workloads, print the table and return the exit code. Raises KvernError."""
         from kvern.bench.offline import Result, describe, run_once
         from kvern.planning.prediction import predicted_seconds
+        from kvern.request.store_figures import store_rows
 
         check_least(self, "repeat")
         engine, workloads = start_for(self.workload, self.engine)
@@ -60,6 +61,8 @@ class Offline:
             say(f"nothing is predicted: {error}")
             predicted = []
         _print(results, predicted)
+        for name, said in store_rows(engine.statistics().stores):
+            say(f"{name}: {said}")
         if self.json is not None:
             report = describe(engine) | {
                 "temperature": self.temperature,

@@ -78,6 +78,7 @@ class RunCommand:
         from kvern.batch.requests import RowRules
         from kvern.observe.metrics import DraftFigures, busiest_rows
         from kvern.request.events import EngineStatistics
+        from kvern.request.store_figures import store_rows
 
         engine, usual = self.engine, EngineConfig()
         job = BatchJob(
@@ -97,8 +98,10 @@ class RunCommand:
         with load(engine) as llm:
             llm.check_generates()
             result = job.run(llm)
-            drafts = DraftFigures.between(EngineStatistics(), llm.statistics())
-            print_table(result, [*drafts.rows(), *busiest_rows(llm.expert_tokens())], self.output == STREAM)
+            found = llm.statistics()
+            drafts = DraftFigures.between(EngineStatistics(), found)
+            figures = [*drafts.rows(), *store_rows(found.stores), *busiest_rows(llm.expert_tokens())]
+            print_table(result, figures, self.output == STREAM)
         if result.interrupted:
             again = "" if STREAM in (self.source, self.output) else "; the same command goes on from there"
             say(f"interrupted: {result.totals.rows} rows are done{again}")

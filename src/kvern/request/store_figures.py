@@ -45,6 +45,25 @@ GAUGES = frozenset({"latency_seconds", "bandwidth", "is_on"})
 """The fields that are values of now."""
 
 
+def store_rows(stores: Mapping[str, StoreFigures]) -> list[tuple[str, str]]:
+    """Returns rows for a final table: what each store gave and got, its price, and what went wrong; none without
+    stores."""
+    return [(f"KV tier {name}", _said(figures)) for name, figures in stores.items()]
+
+
+def _said(figures: StoreFigures) -> str:
+    parts = [f"{figures.hit_tokens:,} tokens loaded", f"{figures.stored_tokens:,} stored"]
+    also = {
+        "computed instead": figures.refused_tokens + figures.late_tokens,
+        "not stored": figures.skipped_tokens,
+        "corrupt pages": figures.corrupt_pages,
+        "failures": figures.failures,
+    }
+    parts += [f"{count:,} {what}" for what, count in also.items() if count]
+    parts.append(f"{1000 * figures.latency_seconds:.1f} ms + {figures.bandwidth / 1e9:.1f} GB/s a load")
+    return ", ".join(parts if figures.is_on else [*parts, "off"])
+
+
 def summed(each: Iterable[Mapping[str, StoreFigures]]) -> dict[str, StoreFigures]:
     """The figures of stores of several engines, by name: sums of counters, and the last engine's values of now."""
     found: dict[str, StoreFigures] = {}
