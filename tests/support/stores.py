@@ -3,8 +3,9 @@
 import threading
 from collections.abc import Sequence
 
+from kvern.tiers.page_memory import Piece
 from kvern.tiers.pages import HEADER_BYTES, seal
-from kvern.tiers.shelf import Piece, Shelf
+from kvern.tiers.shelf import Shelf
 from tests.support.served import eventually
 
 
@@ -86,7 +87,7 @@ def pieces(*numbers: int) -> list[Piece]:
 def fill(shelf: Shelf, *numbers: int) -> None:
     """Save pages, each of its own bytes, and wait until the stores have them."""
     for piece in pieces(*numbers):
-        piece.place[HEADER_BYTES:] = bytes([piece.name[0]]) * SIZE
+        piece.at[HEADER_BYTES:] = bytes([piece.name[0]]) * SIZE
         shelf.save([piece])
     eventually(lambda: shelf.is_quiet)
 
@@ -94,9 +95,9 @@ def fill(shelf: Shelf, *numbers: int) -> None:
 def keep(store: MemoryStore, *numbers: int) -> None:
     """Let a store have pages that it was not given."""
     for piece in pieces(*numbers):
-        piece.place[HEADER_BYTES:] = bytes([piece.name[0]]) * SIZE
-        seal(piece.place, piece.name)
-        store.pages[piece.name] = bytes(piece.place)
+        piece.at[HEADER_BYTES:] = bytes([piece.name[0]]) * SIZE
+        seal(piece.at, piece.name)
+        store.pages[piece.name] = bytes(piece.at)
 
 
 def load(shelf: Shelf, *numbers: int, number: int = 1) -> int:
@@ -107,5 +108,5 @@ def load(shelf: Shelf, *numbers: int, number: int = 1) -> int:
     eventually(lambda: bool(found.extend(shelf.ended()) or found))
     assert [ended for ended, _ in found] == [number]
     for piece in wanted[: found[0][1]]:
-        assert piece.place[HEADER_BYTES:] == bytes([piece.name[0]]) * SIZE
+        assert piece.at[HEADER_BYTES:] == bytes([piece.name[0]]) * SIZE
     return found[0][1]

@@ -4,7 +4,8 @@ import pytest
 
 from kvern.tiers.host import HostStore
 from kvern.tiers.price import Breaker, Price
-from kvern.tiers.shelf import Names, Shelf
+from kvern.tiers.shelf import Shelf
+from kvern.tiers.shelved import Names
 from kvern.tiers.store import Store
 from tests.support.served import eventually
 from tests.support.stores import Clock, MemoryStore, fill, keep, load, name_of, pieces

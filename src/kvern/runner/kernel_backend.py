@@ -51,10 +51,13 @@ from kvern.runner.device_states import DeviceStateMemory
 from kvern.runner.loaded_model import LoadedModel
 from kvern.runner.memory import (
     GRAPH_BYTES,
+    STAGE_BYTES,
+    STAGES,
     DeviceMemory,
     bytes_noted,
     bytes_of_draft,
     bytes_of_drafting,
+    bytes_of_packed,
     bytes_of_reading,
     bytes_of_state,
     bytes_of_token,
@@ -287,6 +290,8 @@ class KernelBackend:
                 graphs += drafting_bytes(loaded.draft.decoder, self._config, self._plan)
             if self._config.has_drafts and loaded.ranks.stage.count > 1:  # of all steps on their way
                 graphs += MOST_ROWS * bytes_noted(self._spec, self._dtype)
+            if self._config.kv_tier:
+                graphs += bytes_of_packed(self._plan, token_bytes) + STAGES * STAGE_BYTES
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)

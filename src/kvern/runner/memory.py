@@ -33,6 +33,10 @@ MARGIN_SHARE = 0.02
 """The share of the card's memory that stays free for fragments, beside weights, activations, graphs and KV cache."""
 GRAPH_BYTES = 1 << 20
 """The bytes that a driver takes for a captured graph, beside the activations that all graphs share."""
+RING_BYTES = 2 << 30
+"""The most memory in which pages for a tier are packed, on a GPU: what a step computes of a 32B model."""
+STAGE_BYTES, STAGES = 32 << 20, 3
+"""Memory of a GPU to which pages from a tier are copied before they are unpacked, or one page if that is larger."""
 CONTEXT_BYTES = 600 << 20
 """The bytes that a process takes of a card beside PyTorch: the CUDA context, kernels, workspaces of libraries."""
 
@@ -98,6 +102,11 @@ def bytes_of_reading(spec: ModelSpec, itemsize: int, graphs: Sequence[int]) -> i
     Of each token of the largest a layer has some states, and gates, ups and products of an MLP four times as wide.
     """
     return len(graphs) * GRAPH_BYTES + 16 * spec.hidden_size * itemsize * max(graphs, default=0)
+
+
+def bytes_of_packed(plan: Plan, token_bytes: int) -> int:
+    """Bytes of the ring in which a GPU packs pages for a tier: those of the tokens of a step."""
+    return min(RING_BYTES, plan.max_batch_tokens * token_bytes)
 
 
 def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -10,13 +10,16 @@ It does not depend on how ranks share heads: the page of a head is the same on e
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kvern.ranks.ranks import Ranks
 from kvern.spec.mixers import AttentionSpec
+from kvern.tiers.host import HostStore
+from kvern.tiers.page_memory import HostPages, PageMemory, Piece
 from kvern.tiers.pages import HEADER_BYTES
+from kvern.tiers.shelf import MOST_WRITING
 
 
 @dataclass(frozen=True)
@@ -36,44 +39,100 @@ class HeadGroup:
     block_bytes: int
 
 
-class PageMover(Protocol):
-    """Moves pages between the blocks of a device and host memory, in the order of the steps that the thread starts."""
+class PageMover(PageMemory, Protocol):
+    """Packs and unpacks pages, in the order of the steps that its thread starts; its other methods are the shelf's."""
 
     groups: Sequence[HeadGroup]
+    room: int
+    """The bytes of pages that may be packed at once and wait for the shelf."""
+    sums: str
+    """How it sums payloads: a part of the pages' identity."""
+    cell: int | None
+    """The bytes of the cells from which it copies best, for `HostStore`; None: any."""
 
-    def pack(self, group: HeadGroup, blocks: Sequence[int]) -> torch.Tensor:
-        """Returns the pages of all heads, [heads, HEADER_BYTES + payload] uint8 on the host, without headers.
+    def pin(self, store: HostStore) -> None:
+        """Pages are copied from and to the memory of this store."""
+        ...
 
-        The blocks may change when this has returned.
+    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[Any]]:
+        """Returns for each list of blocks the pages of all heads, for `Piece.at`, or none if there is no room.
+
+        The blocks may change afterwards.
         """
         ...
 
-    def unpack(self, group: HeadGroup, blocks: Sequence[int], pages: torch.Tensor) -> None:
-        """Writes pages that `pack` made to blocks; those below 0 are left out. Later steps read what is written."""
+    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[Any]]:
+        """Returns likewise what pages to be loaded are written to; blocks below 0 are left out."""
+        ...
+
+    def settle(self, places: Sequence[Any], has_others: bool) -> None:
+        """Pages have come, for `places`: later steps read them there.
+
+        With `has_others` pages of loads that have ended may be on their way: they are written before later steps write
+        to those blocks, or never.
+        """
         ...
 
 
-class TorchMover:
-    """A mover that copies with PyTorch, and waits for what it copies from a GPU."""
+@dataclass(frozen=True, eq=False)
+class _Pages:
+    """The pages of all heads of a group for some blocks: [heads, HEADER_BYTES + payload] uint8 on the host."""
+
+    group: HeadGroup
+    blocks: Sequence[int]
+    bytes: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Page:
+    """A row of `pages`."""
+
+    pages: _Pages
+    bytes: memoryview
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+class TorchMover(HostPages):
+    """A mover that copies with PyTorch, for caches in the host's memory. Its steps' thread does what changes caches."""
+
+    room = MOST_WRITING
+    sums = "XXH3"
+    cell: int | None = None
 
     def __init__(self, groups: Sequence[HeadGroup]) -> None:
         self.groups = groups
 
-    @torch.inference_mode()
-    def pack(self, group: HeadGroup, blocks: Sequence[int]) -> torch.Tensor:
+    def pin(self, store: HostStore) -> None:
         """See `PageMover`."""
-        pages = torch.empty(len(group.kinds), HEADER_BYTES + len(blocks) * group.block_bytes, dtype=torch.uint8)
+
+    @torch.inference_mode()
+    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Page]]:
+        """See `PageMover`."""
+        return [self._packed(group, blocks) for blocks in tables]
+
+    def _packed(self, group: HeadGroup, blocks: Sequence[int]) -> Sequence[_Page]:
+        found = _pages(group, blocks)
         chosen = torch.tensor(blocks, device=group.caches[0].device)
         first = HEADER_BYTES
         for cache in group.caches:
             numbers = cache.view(torch.uint8).index_select(1, chosen).permute(3, 0, 1, 2, 4).flatten(1)
-            pages[:, first : first + numbers.shape[1]] = numbers
+            found[0].pages.bytes[:, first : first + numbers.shape[1]] = numbers
             first += numbers.shape[1]
-        return pages
+        return found
+
+    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Page]]:
+        """See `PageMover`."""
+        return [_pages(group, blocks) for blocks in tables]
 
     @torch.inference_mode()
-    def unpack(self, group: HeadGroup, blocks: Sequence[int], pages: torch.Tensor) -> None:
+    def settle(self, places: Sequence[_Page], has_others: bool) -> None:
         """See `PageMover`."""
+        for pages in dict.fromkeys(place.pages for place in places):
+            self._unpack(pages.group, pages.blocks, pages.bytes)
+
+    def _unpack(self, group: HeadGroup, blocks: Sequence[int], pages: torch.Tensor) -> None:
         device = group.caches[0].device
         wanted = [place for place, block in enumerate(blocks) if block >= 0]
         sources = torch.tensor(wanted)
@@ -86,6 +145,19 @@ class TorchMover:
             found = pages[:, first : first + count].view(len(pages), stored, len(blocks), size, width)
             numbers.index_copy_(1, targets, found.permute(1, 2, 3, 0, 4).index_select(1, sources).to(device))
             first += count
+
+    def buffer(self, piece: Piece) -> memoryview:
+        """See `PageMemory`."""
+        page: memoryview = piece.at.bytes
+        return page
+
+
+def _pages(group: HeadGroup, blocks: Sequence[int]) -> Sequence[_Page]:
+    """Memory for pages, which may have anything in it but a header."""
+    memory = torch.empty(len(group.kinds), HEADER_BYTES + len(blocks) * group.block_bytes, dtype=torch.uint8)
+    memory[:, :HEADER_BYTES] = 0  # memory that is used again may have a page that nobody has brought
+    pages = _Pages(group, blocks, memory)
+    return [_Page(pages, memoryview(row.numpy())) for row in memory]
 
 
 def head_groups(

@@ -2,30 +2,20 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
-
-import torch
+from typing import Any
 
 from kvern.cache.messages import PageLoad, PageSave, blocks_of_page
 from kvern.request.store_figures import StoreFigures
 from kvern.runner.page_mover import HeadGroup, PageMover
+from kvern.tiers.page_memory import Piece
 from kvern.tiers.pages import HEADER_BYTES, page_name
-from kvern.tiers.shelf import Piece, Shelf
+from kvern.tiers.shelf import Shelf
 
 MOST_ASKED = 1024
 """Pages of a prompt about which distant stores are asked."""
 
 Seconds = Callable[[int, int], float]
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """The pages of a group of heads that a page of the cache needs, and the blocks to which they are written."""
-
-    group: HeadGroup
-    blocks: Sequence[int]
-    bytes: torch.Tensor
 
 
 class Tier:
@@ -48,7 +38,7 @@ class Tier:
         payloads = [len(group.kinds) * (HEADER_BYTES + self._page_blocks * group.block_bytes) for group in mover.groups]
         self.page_bytes = sum(payloads)
         """The bytes of all pages of this rank for `page_blocks` blocks."""
-        self._loads: dict[int, list[list[_Pages]]] = {}
+        self._loads: dict[int, list[list[Piece]]] = {}
 
     def _name(self, key: bytes) -> bytes:
         """The page that stands for all with this key."""
@@ -81,63 +71,67 @@ class Tier:
         return self.shelf.answered(question)
 
     def save(self, saves: Sequence[PageSave]) -> None:
-        """Copies pages out, before the next step may change their blocks."""
-        for save in saves:
-            tokens = len(save.tables[0]) * self._block_size
-            if not self.shelf.has_room(self.page_bytes):
-                self.shelf.skipped(tokens)
-                continue
-            pieces: list[Piece] = []
-            for group in self._mover.groups:
-                if blocks := save.tables[group.table]:
-                    pages = self._mover.pack(group, blocks)
-                    pieces += self._pieces(group, save.key, pages, 0 if pieces else tokens)
+        """Packs pages, before the next step may change their blocks, and has the shelf put them into the stores."""
+        size = self._block_size
+        tokens = [len(save.tables[0]) * size for save in saves]
+        room = self._mover.room
+        fitting = next((n for n in range(len(saves)) if not self.shelf.has_room((n + 1) * self.page_bytes, room)), None)
+        for skipped in () if fitting is None else tokens[fitting:]:
+            self.shelf.skipped(skipped)
+        kept = saves[:fitting]
+        counted: set[int] = set()
+        pieces: list[Piece] = []
+        for group in self._mover.groups:
+            wanted = [place for place, save in enumerate(kept) if save.tables[group.table]]
+            pages = self._mover.pack(group, [kept[place].tables[group.table] for place in wanted])
+            for place, heads in zip(wanted, pages, strict=False):
+                pieces += self._pieces(group, kept[place].key, heads, 0 if place in counted else tokens[place])
+                counted.add(place)
+            for place in wanted[len(pages) :]:
+                self.shelf.skipped(tokens[place])
+        if pieces:
             self.shelf.save(pieces)
 
-    def _pieces(self, group: HeadGroup, key: bytes, pages: torch.Tensor, tokens: int) -> list[Piece]:
+    def _pieces(self, group: HeadGroup, key: bytes, heads: Sequence[Any], tokens: int) -> list[Piece]:
         """The pages of a group's heads, of which the first counts the tokens."""
-        names = [page_name(self.identity, kind, key) for kind in group.kinds]
         return [
-            Piece(name, memoryview(page.numpy()), 0 if place else tokens, group.is_own)
-            for place, (name, page) in enumerate(zip(names, pages, strict=True))
+            Piece(page_name(self.identity, kind, key), head, 0 if place else tokens, group.is_own)
+            for place, (kind, head) in enumerate(zip(group.kinds, heads, strict=True))
         ]
 
     def load(self, loads: Sequence[PageLoad]) -> None:
-        """Begins to bring pages, which `finished` writes to their blocks. Those of one load come together, in order."""
+        """Begins to bring pages to their blocks. Those of one load come together, in order."""
         wanted: dict[int, list[list[Piece]]] = {}
-        for load in loads:
-            pieces: list[Piece] = []
-            pages: list[_Pages] = []
-            for group in self._mover.groups:
-                blocks = load.tables[group.table]
-                if any(block >= 0 for block in blocks):
-                    size = HEADER_BYTES + len(blocks) * group.block_bytes
-                    place = torch.empty(len(group.kinds), size, dtype=torch.uint8)
-                    place[:, :HEADER_BYTES] = 0  # memory that is used again may have a page that nobody has brought
-                    pages.append(_Pages(group, blocks, place))
-                    pieces += self._pieces(group, load.key, place, 0 if pieces else len(blocks) * self._block_size)
-            wanted.setdefault(load.load, []).append(pieces)
-            self._loads.setdefault(load.load, []).append(pages)
+        pieces: list[list[Piece]] = [[] for _ in loads]
+        for group in self._mover.groups:
+            chosen = [at for at, load in enumerate(loads) if any(block >= 0 for block in load.tables[group.table])]
+            pages = self._mover.places(group, [loads[at].tables[group.table] for at in chosen])
+            for at, heads in zip(chosen, pages, strict=True):
+                tokens = 0 if pieces[at] else len(loads[at].tables[group.table]) * self._block_size
+                pieces[at] += self._pieces(group, loads[at].key, heads, tokens)
+        for load, of_page in zip(loads, pieces, strict=True):
+            wanted.setdefault(load.load, []).append(of_page)
         for number, of_load in wanted.items():
+            self._loads[number] = of_load
             self.shelf.load(number, of_load)
 
     def finished(self) -> list[tuple[int, int]]:
-        """Writes what has come to its blocks; returns loads that have ended: (number, leading pages that have come).
+        """Returns loads that have ended, whose pages are in their blocks: (number, leading pages that have come).
 
-        It is asked after each step, or about every millisecond without steps, while loads are on their way. On a GPU
-        the copies are on the current stream, behind the steps that may read what the blocks had before.
+        It is asked after each step, or about every millisecond without steps, while loads are on their way. What steps
+        after it read and write is ordered behind what the loads wrote.
         """
         ended = [(number, count) for number, count in self.shelf.ended() if number in self._loads]
         for number, count in ended:
-            for pages in self._loads.pop(number)[:count]:
-                for one in pages:
-                    self._mover.unpack(one.group, one.blocks, one.bytes)
+            pages = self._loads.pop(number)
+            self._mover.settle([piece.at for of_page in pages[:count] for piece in of_page], count < len(pages))
         return ended
 
     def abandon(self) -> None:
-        """Gives up all loads, since steps have failed: no block is written any more."""
+        """Gives up all loads, since steps have failed: later steps do not find that blocks are written behind them."""
         self.shelf.abandon()
         self._loads.clear()
+        self._mover.settle([], has_others=True)
 
     def figures(self) -> dict[str, StoreFigures]:
         """See `TierIndex`."""

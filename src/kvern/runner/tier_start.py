@@ -9,10 +9,12 @@ import torch
 
 from kvern.attention.eight_bit import EightBit
 from kvern.cache.keys import model_identity
+from kvern.cache.messages import blocks_of_page
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, without_passwords
 from kvern.ranks.ranks import Ranks
-from kvern.runner.page_mover import TorchMover, head_groups
+from kvern.runner.memory import bytes_of_packed
+from kvern.runner.page_mover import HeadGroup, PageMover, TorchMover, head_groups
 from kvern.runner.plan import Layout, Plan
 from kvern.runner.tier import Tier
 from kvern.spec.model import ModelSpec
@@ -49,21 +51,39 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     scales = None if cache.eight_bit is None else cache.eight_bit.scales
     layers = [layer for layer, _ in places]
     groups = head_groups(cache.caches, [kept for _, kept in places], layers, [0] * len(layers), ranks, scales)
-    identity = identity_of(config, cache)
+    token_bytes = sum(len(group.kinds) * group.block_bytes for group in groups) // layout.block_size
+    mover = make_mover(groups, layout.block_size, bytes_of_packed(cache.plan, token_bytes))
+    identity = identity_of(config, cache, mover.sums)
     stores: dict[str, Store] = {}
     lines = []
     for option in config.kv_tier:
         kind = option.partition(":")[0]
-        store, line = _host_store(option, config, ranks) if kind == HOST else (make_store(option, identity), "")
+        is_host = kind == HOST
+        store, line = _host_store(option, config, ranks, mover) if is_host else (make_store(option, identity), "")
         lines.append(line or f"pages of the KV cache are kept in {without_passwords(option)}")
         number = sum(name.partition("-")[0] == kind for name in stores)
         stores[f"{kind}-{number + 1}" if number else kind] = store
     lines.append(f"pages are those of {identity.digest.hex()}")
-    return Tier(TorchMover(groups), Shelf(stores), identity.digest, layout.block_size), lines
+    return Tier(mover, Shelf(stores, memory=mover), identity.digest, layout.block_size), lines
 
 
-def identity_of(config: EngineConfig, cache: TieredCache) -> Identity:
-    """What all pages of an engine have in common, however many ranks it has: weights, number formats, positions."""
+def make_mover(groups: Sequence[HeadGroup], block_size: int, most_packed: int) -> PageMover:
+    """The mover of these caches: with kernels and copies beside steps on NVIDIA GPUs.
+
+    `most_packed`: the bytes of the pages of a large step.
+    """
+    if groups[0].caches[0].device.type == "cuda":
+        from kvern.runner.device_page_mover import DeviceMover
+
+        return DeviceMover(groups, [blocks_of_page(block_size)] * len(groups), most_packed)
+    return TorchMover(groups)
+
+
+def identity_of(config: EngineConfig, cache: TieredCache, sums: str) -> Identity:
+    """What all pages of an engine have in common, however many ranks it has: weights, number formats, positions.
+
+    `sums`: of the mover.
+    """
     plan, layout = cache.plan, cache.layout
     turns = {
         repr((rope.theta, rope.dim, rope.scaling.frequencies(rope.theta, rope.dim, layout.max_model_len)))
@@ -76,7 +96,7 @@ def identity_of(config: EngineConfig, cache: TieredCache) -> Identity:
         "cache": layout.dtype,
         "block_size": str(layout.block_size),
         "positions": hashlib.blake2b(repr(sorted(turns)).encode(), digest_size=8).hexdigest(),
-        "format": str(FORMAT_VERSION),
+        "format": f"{FORMAT_VERSION} {sums}",
     }
     if config.deterministic:
         sizes = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -94,7 +114,7 @@ def _max_age(config: EngineConfig) -> float | None:
         raise ConfigError(f"kv_tier_max_age: {error}") from error
 
 
-def _host_store(option: str, config: EngineConfig, ranks: Ranks) -> tuple[HostStore, str]:
+def _host_store(option: str, config: EngineConfig, ranks: Ranks, mover: PageMover) -> tuple[Store, str]:
     """This rank's part of the memory of an option host:SIZE, and a line for the report."""
     parts = config.ranks
     number = ranks.stage.index * ranks.size + ranks.rank
@@ -104,4 +124,6 @@ def _host_store(option: str, config: EngineConfig, ranks: Ranks) -> tuple[HostSt
     each = size // parts
     line = f"pages of the KV cache are kept in {size / 1e9:.2f} GB of host memory"
     memory = map_arena(each, number, parts)
-    return HostStore(each if memory is None else len(memory), memory), line
+    store = HostStore(each if memory is None else len(memory), memory, mover.cell)
+    mover.pin(store)
+    return store, line

@@ -1,6 +1,6 @@
 """Pages in host memory: an arena whose memory another process may own, so that it outlives the engine.
 
-    head 64 | entries, 64 each, one for a cell | cells of CELL_BYTES
+    head 64 | entries, 64 each, one for a cell | cells
 
 A page takes as many cells as it needs, anywhere. A cell's entry names its page and says which part of it the cell has.
 It is zeroed before the cell is written, and written afterwards, so a page that was being written when the process was
@@ -14,7 +14,7 @@ import mmap
 import struct
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +43,15 @@ class _Page:
     readers: int = 0
 
 
+@dataclass(frozen=True)
+class _Place:
+    """The memory of one page in the arena: `parts`, one for each cell."""
+
+    name: bytes
+    page: _Page
+    parts: list[memoryview]
+
+
 class HostStore:
     """A store in the host's memory of at most `size` bytes. Any thread may call its methods."""
 
@@ -50,23 +59,25 @@ class HostStore:
     is_private = True
     """Each rank has its own."""
 
-    def __init__(self, size: int, memory: "mmap.mmap | None" = None) -> None:
+    def __init__(self, size: int, memory: "mmap.mmap | None" = None, cell: int | None = None) -> None:
         """`memory`: an arena of so many bytes that may have pages already; None: of this process alone.
 
-        Raises ConfigError for a size that holds nothing.
+        `cell`: the bytes of a cell, a multiple of those of a page of the processor's memory; None: by `size`. Raises
+        ConfigError for a size that holds nothing.
         """
-        cell = LARGEST_CELL
-        while cell > SMALLEST_CELL and size // (cell + ENTRY_BYTES) < LEAST_CELLS:
-            cell //= 2
-        cells = (size - _HEAD.size) // (cell + ENTRY_BYTES)
+        align = 1 if cell is None else mmap.PAGESIZE
+        cell = _cell_for(size) if cell is None else cell
+        cells = (size - _HEAD.size - align) // (cell + ENTRY_BYTES)
         if cells < 1:
-            raise ConfigError(f"kv_tier host has {size} bytes: give it {cell + ENTRY_BYTES + _HEAD.size} at least")
+            least = cell + ENTRY_BYTES + _HEAD.size + align
+            raise ConfigError(f"kv_tier host has {size} bytes: give it {least} at least")
         self.evicted = 0
         """Pages that made room for others."""
         self._cell, self._count = cell, cells
         self._memory = memory if memory is not None else mmap.mmap(-1, size)
         self._bytes = np.frombuffer(self._memory, np.uint8)
-        self._first = _HEAD.size + cells * ENTRY_BYTES
+        self._view = memoryview(self._memory)
+        self._first = -(-(_HEAD.size + cells * ENTRY_BYTES) // align) * align
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()
         self._lock = threading.Lock()
         self._generation = 0
@@ -77,7 +88,16 @@ class HostStore:
         else:
             self._memory[_HEAD.size : self._first] = bytes(cells * ENTRY_BYTES)
             self._memory[: _HEAD.size] = head
-            self._free = list(range(cells))
+            self._free = list(range(cells - 1, -1, -1))
+
+    def parts(self, most: int) -> Iterator[memoryview]:
+        """The memory of all cells in pieces of whole cells, of at most `most` bytes, in the order of their first use.
+
+        The pieces are aligned as cells are.
+        """
+        cells = max(1, most // self._cell)
+        for first in range(0, self._count, cells):
+            yield self._part(first, min(cells, self._count - first) * self._cell)
 
     @property
     def pages(self) -> int:
@@ -93,6 +113,58 @@ class HostStore:
     def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         return [self._put(name, place) for name, place in zip(names, places, strict=True)]
 
+    def lend(self, name: bytes, length: int) -> _Place | None:
+        """See `DirectStore`."""
+        with self._lock:
+            page = self._pages.get(name)
+            if page is None or page.length != length:
+                return None
+            page.readers += 1
+            self._pages.move_to_end(name)
+        return self._place(name, page)
+
+    def give_back(self, place: _Place) -> None:
+        """See `DirectStore`."""
+        with self._lock:
+            place.page.readers -= 1
+
+    def reserve(self, name: bytes, length: int) -> _Place | None:
+        """See `DirectStore`."""
+        needed = -(-length // self._cell)
+        with self._lock:
+            if name in self._pages:
+                self._pages.move_to_end(name)
+                return None
+            if needed > self._count or not length:
+                return None
+            while len(self._free) < needed:
+                unused = next((other for other, page in self._pages.items() if not page.readers), None)
+                if unused is None:
+                    return None
+                self._remove(unused)
+                self.evicted += 1
+            return self._place(name, _Page([self._free.pop() for _ in range(needed)], length))
+
+    def publish(self, place: _Place) -> None:
+        """See `DirectStore`."""
+        page = place.page
+        with self._lock:
+            self._generation += 1
+            generation = self._generation
+        for index, cell in enumerate(page.cells):
+            entry = _ENTRY.pack(place.name, generation, index, len(page.cells), page.length)
+            self._write_entry(cell, entry + _SUM.pack(xxhash.xxh3_64_intdigest(entry)))
+        with self._lock:
+            if place.name in self._pages:  # another thread was faster
+                self._release(page.cells)
+            else:
+                self._pages[place.name] = page
+
+    def withdraw(self, place: _Place) -> None:
+        """See `DirectStore`."""
+        with self._lock:
+            self._release(place.page.cells)
+
     def drop(self, names: Sequence[bytes]) -> None:
         """Forgets pages."""
         with self._lock:
@@ -105,50 +177,31 @@ class HostStore:
         """The memory stays with its owner; if that is this process, it goes with the last reference."""
 
     def _get(self, name: bytes, place: memoryview) -> bool:
-        with self._lock:
-            page = self._pages.get(name)
-            if page is None or page.length != len(place):
-                return False
-            page.readers += 1
-            self._pages.move_to_end(name)
+        lent = self.lend(name, len(place))
+        if lent is None:
+            return False
         target = np.frombuffer(place, np.uint8)
-        for start, cell in zip(range(0, page.length, self._cell), page.cells, strict=True):
-            part = target[start : start + self._cell]
-            np.copyto(part, self._part(cell, len(part)))
-        with self._lock:
-            page.readers -= 1
+        start = 0
+        for part in lent.parts:
+            np.copyto(target[start : start + len(part)], part)
+            start += len(part)
+        self.give_back(lent)
         return True
 
     def _put(self, name: bytes, place: memoryview) -> bool:
-        length = len(place)
-        needed = -(-length // self._cell)
-        with self._lock:
-            if name in self._pages:
-                self._pages.move_to_end(name)
-                return True
-            if needed > self._count or not length:
-                return False
-            while len(self._free) < needed:
-                unused = next((other for other, page in self._pages.items() if not page.readers), None)
-                if unused is None:
-                    return False
-                self._remove(unused)
-                self.evicted += 1
-            cells = [self._free.pop() for _ in range(needed)]
-            self._generation += 1
-            generation = self._generation
-        source = np.frombuffer(place, np.uint8)
-        for index, cell in enumerate(cells):
-            part = source[index * self._cell :][: self._cell]
-            np.copyto(self._part(cell, len(part)), part)
-            entry = _ENTRY.pack(name, generation, index, needed, length)
-            self._write_entry(cell, entry + _SUM.pack(xxhash.xxh3_64_intdigest(entry)))
-        with self._lock:
-            if name in self._pages:  # another thread was faster
-                self._release(cells)
-            else:
-                self._pages[name] = _Page(cells, length)
+        reserved = self.reserve(name, len(place))
+        if reserved is None:
+            return name in self._pages
+        start = 0
+        for part in reserved.parts:
+            np.copyto(np.frombuffer(part, np.uint8), place[start : start + len(part)])
+            start += len(part)
+        self.publish(reserved)
         return True
+
+    def _place(self, name: bytes, page: _Page) -> _Place:
+        sizes = (min(self._cell, page.length - start) for start in range(0, page.length, self._cell))
+        return _Place(name, page, [self._part(cell, size) for cell, size in zip(page.cells, sizes, strict=True)])
 
     def _remove(self, name: bytes) -> None:
         self._release(self._pages.pop(name).cells)
@@ -158,9 +211,9 @@ class HostStore:
             self._write_entry(cell, bytes(ENTRY_BYTES))
         self._free += cells
 
-    def _part(self, cell: int, length: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    def _part(self, cell: int, length: int) -> memoryview:
         start = self._first + cell * self._cell
-        return self._bytes[start : start + length]
+        return self._view[start : start + length]
 
     def _write_entry(self, cell: int, entry: bytes) -> None:
         start = _HEAD.size + cell * ENTRY_BYTES
@@ -183,7 +236,15 @@ class HostStore:
             if name not in self._pages and sorted(cells) == [*range(-(-length // self._cell))]:
                 self._pages[name] = _Page([cells[index] for index in range(len(cells))], length)
                 used.update(cells.values())
-        self._release([cell for cell in range(self._count) if cell not in used])
+        self._release([cell for cell in range(self._count - 1, -1, -1) if cell not in used])
+
+
+def _cell_for(size: int) -> int:
+    """The bytes of a cell in an arena of so many."""
+    cell = LARGEST_CELL
+    while cell > SMALLEST_CELL and size // (cell + ENTRY_BYTES) < LEAST_CELLS:
+        cell //= 2
+    return cell
 
 
 def make_host(rest: str, identity: Identity) -> HostStore:

@@ -1,9 +1,10 @@
 """Pages: the KV cache of some tokens as bytes that any store can keep, with a header that says what they are.
 
-    magic 4 | format version 2 | unused 2 | length of the payload 8 | XXH3 sum of the payload 8 | name 32 | unused 8
+    magic 4 | format version 2 | unused 2 | length of the payload 8 | sum of the payload 8 | name 32 | unused 8
 
-The numbers are little-endian. A page is right if its header is, its name is the one that was asked for, and the sum is
-that of its payload. Anything else is a miss. The sum finds what was damaged on the way; it does not prove who wrote it.
+The numbers are little-endian. The sum is XXH3, or that of `kernels/page_copy.py` if a GPU copied the page; a model's
+identity says which. A page is right if its header is, its name is the one that was asked for, and the sum is that of
+its payload. Anything else is a miss. The sum finds what was damaged on the way; it does not prove who wrote it.
 """
 
 import hashlib
@@ -27,14 +28,24 @@ def page_name(identity: bytes, kind: bytes, key: bytes) -> bytes:
     ).digest()
 
 
+def header(name: bytes, payload_bytes: int, total: int) -> bytes:
+    """The header of a page whose payload has this 64-bit sum."""
+    return _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, payload_bytes, total, name)
+
+
+def sum_of(page: memoryview, name: bytes, payload_bytes: int) -> int | None:
+    """The sum that a page's header gives for its payload; None: it is not the header of the page of this name."""
+    fields = _HEADER.unpack(page[:HEADER_BYTES])
+    total: int = fields[4]
+    return total if page[:HEADER_BYTES] == header(name, payload_bytes, total) else None
+
+
+def payload_sum(payload: memoryview) -> int:
+    """The 64-bit sum of a payload in the host's memory: XXH3."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
 def seal(page: memoryview, name: bytes) -> None:
     """Writes the header before a payload that is in its place, `page[HEADER_BYTES:]`."""
     payload = page[HEADER_BYTES:]
-    page[:HEADER_BYTES] = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(payload), xxhash.xxh3_64_intdigest(payload), name)
-
-
-def is_right(page: memoryview, name: bytes) -> bool:
-    """True if a page came whole, and is the one of this name."""
-    payload = page[HEADER_BYTES:]
-    header = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(payload), xxhash.xxh3_64_intdigest(payload), name)
-    return page[:HEADER_BYTES] == header
+    page[:HEADER_BYTES] = header(name, len(payload), payload_sum(payload))

@@ -1,170 +1,39 @@
 """The shelf: an engine's stores in their order, each with a price, a breaker and threads of its own.
 
-    save --> sealed in a thread --> put into each store that lacks it
+    save --> sealed in a thread, in the memory of a store of this process if there is one --> put into each other store
     load --> each page from the first store that has it, checked in its thread --> `ended`: the leading pages that came
              from a lower store --> put into those above it
 
-A store may lie, raise, hang and be late. A page counts if its header and its sum are right. A load has a deadline,
-after which what has come counts. Memory that a store was given to write to is never used again unless the call has
-returned. The engine's thread calls the methods of `Shelf`, none of which waits for a store that is not local.
+What moves the pages (`PageMemory`) copies between the bytes of a store and the KV cache. A store may lie, raise, hang
+and be late. A page counts if its header and its sum are right. A load has a deadline, after which what has come counts.
+Memory that a store was given to write to is never used again unless the call has returned. The engine's thread calls
+the methods of `Shelf`, none of which waits for a store that is not local.
 """
 
 import logging
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from kvern.request.store_figures import StoreFigures
-from kvern.tiers.pages import is_right, seal
-from kvern.tiers.price import GAIN, Breaker, Price
-from kvern.tiers.store import Store
+from kvern.tiers.page_memory import HostPages, PageMemory, Parts, Piece, in_one_piece
+from kvern.tiers.pages import HEADER_BYTES, header, sum_of
+from kvern.tiers.price import GAIN
+from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, Shelved
+from kvern.tiers.store import DirectStore, Store
 
 logger = logging.getLogger("kvern")
+Entry = TypeVar("Entry")
 
-LOCAL, DISTANT = (0.0005, 4e9), (0.005, 1e9)
-"""Seconds and bytes a second that are expected of stores before they were used."""
-READERS, WRITERS = 2, 1
-"""Threads of a store."""
-BATCH_BYTES = 8 << 20
-"""Bytes of a call of a store, or one page."""
 MOST_WRITING = 256 << 20
 """Bytes on their way to a store; pages beyond are not saved."""
-PATIENCE = 1.5
-"""A load that takes longer than its price by this factor is late."""
-LEAST_PATIENCE, FIRST_PATIENCE = 0.02, 0.5
-"""Seconds: a thread may have to wait for a processor, and nobody knows how long the first transfer of a store takes."""
-MOST_KNOWN = 1 << 20
-"""Names that are remembered of a store which is not local."""
-
-
-class Piece(NamedTuple):
-    """One page as a store keeps it: its name, its bytes with space for a header, and the tokens that it counts for.
-
-    A part of the KV cache may have several pages, such as one for each head: one of them counts the tokens.
-    """
-
-    name: bytes
-    place: memoryview
-    tokens: int = 0
-    is_own: bool = True
-    """False: another rank saves the same page to stores that ranks share."""
-
-
-class Names:
-    """The names used last, as many as `most`. Any thread may call its methods."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._names: OrderedDict[bytes, None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._names
-
-    def add(self, name: bytes) -> None:
-        with self._lock:
-            self._names[name] = None
-            self._names.move_to_end(name)
-            if len(self._names) > self._most:
-                self._names.popitem(last=False)
-
-    def discard(self, name: bytes) -> None:
-        with self._lock:
-            self._names.pop(name, None)
-
-
-class Lane:
-    """Daemon threads that carry out calls in order; they start with the first call."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self._name, self._threads = name, threads
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._started = False
-
-    def submit(self, call: Callable[[], None]) -> None:
-        """Queues a call, which must not raise."""
-        if not self._started:
-            self._started = True
-            for _ in range(self._threads):
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        self._calls.put(call)
-
-    def close(self) -> None:
-        """Ends the threads when they have done what is queued."""
-        for _ in range(self._threads):
-            self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # or it would hold its pages until the next
-
-
-class Shelved:
-    """A store with what is known of it."""
-
-    def __init__(self, name: str, store: Store) -> None:
-        self.name, self.store = name, store
-        self.price = Price(*(LOCAL if store.is_local else DISTANT))
-        self.breaker = Breaker()
-        self.figures = StoreFigures()
-        self.known = Names(MOST_KNOWN)
-        """What a distant store has, as far as it was asked or given."""
-        self.spoiled = Names(MOST_KNOWN)
-        """Pages that were not right; the store is not asked for them again."""
-        self.reading, self.writing = Lane(f"{name}-get", READERS), Lane(f"{name}-put", WRITERS)
-        self.reading_bytes = self.writing_bytes = 0
-        self.answer_seconds = FIRST_PATIENCE / PATIENCE
-        """How long the store takes at most, of late, to say what it has."""
-        self.lock = threading.Lock()
-
-    def close(self) -> None:
-        """Ends the store."""
-        try:
-            self.store.close()
-        except Exception as error:  # a store may raise anything
-            logger.warning("the store %s of the KV cache does not end well: %s", self.name, error)
-
-    def count(self, **more: float) -> None:
-        """Adds to figures, by name."""
-        with self.lock:
-            for name, number in more.items():
-                setattr(self.figures, name, getattr(self.figures, name) + number)
-
-    def has(self, name: bytes, now: float) -> bool:
-        """Whether the store probably has a page; in microseconds."""
-        if name in self.spoiled:
-            return False
-        if not self.store.is_local:
-            return name in self.known
-        try:
-            return self.store.has([name]) == [True]
-        except Exception as error:  # a store may raise anything
-            self.failed(error, now)
-            return False
-
-    def failed(self, error: object, now: float) -> None:
-        """Notes a call that raised, or that lied."""
-        self.count(failures=1)
-        if seconds := self.breaker.failed(now):
-            logger.warning("the store %s of the KV cache is off for %g s: %s", self.name, seconds, error)
-
-    def spoil(self, name: bytes, now: float) -> None:
-        """A page was not right."""
-        self.count(corrupt_pages=1)
-        self.known.discard(name)
-        self.spoiled.add(name)
-        try:
-            self.store.drop([name])
-            self.spoiled.discard(name)
-        except Exception as error:  # a store may raise anything
-            self.failed(error, now)
+LEAST_PATIENCE = 0.02
+"""Seconds: a thread may have to wait for a processor."""
 
 
 @dataclass(eq=False)
@@ -179,6 +48,13 @@ class _Load:
     failed: int = 0
     """The first page that will not come, or the number of pages."""
     has_ended: bool = False
+    gate: threading.Lock = field(default_factory=threading.Lock)
+    """Held while copies to the KV cache are begun, so that none is for a load that has ended."""
+
+    def end(self) -> None:
+        """No more copies to the KV cache are begun."""
+        with self.gate:
+            self.has_ended = True
 
     @property
     def came(self) -> int:
@@ -189,7 +65,15 @@ class _Load:
 class Shelf:
     """The stores of an engine, or of one of its ranks, by names for people: the nearest first."""
 
-    def __init__(self, stores: Mapping[str, Store], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        clock: Callable[[], float] = time.monotonic,
+        memory: PageMemory | None = None,
+    ) -> None:
+        """`memory`: of the pages; None: the host's."""
+        self._memory: PageMemory = HostPages() if memory is None else memory
+        self._batch = self._memory.batch_bytes
         self.stores = [Shelved(name, store) for name, store in stores.items()]
         self._clock = clock
         self._sealing = Lane("pages", 1)
@@ -214,11 +98,11 @@ class Shelf:
         now, wanted = self._clock(), [*names]
         return any(one.breaker.is_on(now) and not all(one.has(name, now) for name in wanted) for one in self.stores)
 
-    def has_room(self, count: int) -> bool:
-        """True if so many more bytes may be saved."""
+    def has_room(self, count: int, most: int | None = None) -> bool:
+        """True if so many more bytes may be saved, of `most` that are packed at once; None: MOST_WRITING."""
         now = self._clock()
         least = min((one.writing_bytes for one in self.stores if one.breaker.is_on(now)), default=MOST_WRITING)
-        return least + self._sealing_bytes + count <= MOST_WRITING
+        return least < MOST_WRITING and least + self._sealing_bytes + count <= (MOST_WRITING if most is None else most)
 
     def skipped(self, tokens: int) -> None:
         """Counts tokens that are not saved."""
@@ -295,7 +179,7 @@ class Shelf:
                 self.stores[0].count(missed_tokens=sum(piece.tokens for piece in pieces))
                 break
             batches.setdefault(one, []).extend((place, piece) for piece in pieces)
-        counts = {one: sum(len(piece.place) for _, piece in wanted) for one, wanted in batches.items()}
+        counts = {one: sum(len(piece.at) for _, piece in wanted) for one, wanted in batches.items()}
         least = LEAST_PATIENCE if all(one.price.is_known for one in counts) else FIRST_PATIENCE
         load.deadline = self._clock() + max(PATIENCE * self._seconds(counts), least)
         load.counts = counts
@@ -304,28 +188,20 @@ class Shelf:
         for one, wanted in batches.items():
             with one.lock:
                 one.reading_bytes += counts[one]
-            for batch in _cut(wanted):
+            for batch in _cut(wanted, self._batch, lambda entry: len(entry[1].at)):
                 one.reading.submit(lambda one=one, batch=batch: self._read(one, load, batch))  # type: ignore[misc]
 
     def _read(self, one: Shelved, load: _Load, batch: Sequence[tuple[int, Piece]]) -> None:
-        """Get pieces from a store, and check them."""
-        size = sum(len(piece.place) for _, piece in batch)
+        """Get pieces from a store, check them, and have them copied to where they belong."""
+        size = sum(len(piece.at) for _, piece in batch)
         came = [False] * len(batch)
         if not load.has_ended:
             began = self._clock()
-            try:
-                came = one.store.get([piece.name for _, piece in batch], [piece.place for _, piece in batch])
-                if len(came) != len(batch):
-                    raise ValueError(f"it was asked for {len(batch)} pages and answers for {len(came)}")
-                one.breaker.worked(began)
-            except Exception as error:  # a store may raise anything
-                one.failed(error, began)
-                came = [False] * len(batch)
-            came = [self._check(one, piece, is_there) for (_, piece), is_there in zip(batch, came, strict=True)]
+            came = self._bring(one, load, [piece for _, piece in batch])
             now = self._clock()
             one.price.learn(size, now - began, now)
             one.count(read_seconds=now - began)
-            one.count(read_bytes=sum(len(piece.place) for (_, piece), good in zip(batch, came, strict=True) if good))
+            one.count(read_bytes=sum(len(piece.at) for (_, piece), good in zip(batch, came, strict=True) if good))
         with one.lock:
             one.reading_bytes -= size
         with self._lock:
@@ -334,22 +210,67 @@ class Shelf:
                     load.missing[place] -= 1
                 else:
                     load.failed = min(load.failed, place)
+
+    def _bring(self, one: Shelved, load: _Load, pieces: Sequence[Piece]) -> list[bool]:
+        """Which pieces have come whole and right from a store."""
+        places: list[Parts | None] = [None] * len(pieces)
+        lent: list[Any] = []
+        store, began = one.store, self._clock()
+        try:
+            if isinstance(store, DirectStore):
+                lent = [store.lend(piece.name, len(piece.at)) for piece in pieces]
+                places = [None if place is None else place.parts for place in lent]
+            else:
+                buffers = [self._memory.buffer(piece) for piece in pieces]
+                came = store.get([piece.name for piece in pieces], buffers)
+                if len(came) != len(pieces):
+                    raise ValueError(f"it was asked for {len(pieces)} pages and answers for {len(came)}")
+                places = [[buffer] if is_there else None for buffer, is_there in zip(buffers, came, strict=True)]
+            one.breaker.worked(began)
+        except Exception as error:  # a store may raise anything
+            one.failed(error, began)
+        sums = self._written(load, pieces, places)
+        right = [self._check(one, *found) for found in zip(pieces, places, sums, strict=True)]
         lower = self.stores[: self.stores.index(one)]
         if lower and not load.has_ended:  # what was used from afar is kept nearby
-            right = [piece for (_, piece), good in zip(batch, came, strict=True) if good]
+            found = [(piece, places[at] or []) for at, piece in enumerate(pieces) if right[at]]
             for above in lower:
-                self._put(above, right)
+                self._put(above, found, bool(lent))
+        if isinstance(store, DirectStore):
+            for place in lent:
+                if place is not None:
+                    store.give_back(place)
+        return right
 
-    def _check(self, one: Shelved, piece: Piece, is_there: bool) -> bool:
-        if is_there and is_right(piece.place, piece.name):
+    def _written(self, load: _Load, pieces: Sequence[Piece], places: Sequence[Parts | None]) -> list[bool | None]:
+        """Have pages that came copied to where they belong. Returns which are right; None: they were not looked at."""
+        sums: list[int | None] = [
+            None if place is None else sum_of(place[0], piece.name, len(piece.at) - HEADER_BYTES)
+            for piece, place in zip(pieces, places, strict=True)
+        ]
+        wanted = [at for at, total in enumerate(sums) if total is not None]
+        right: list[bool | None] = [None if total is not None else False for total in sums]
+        try:
+            with load.gate:
+                if load.has_ended or not wanted:
+                    return right
+                wait = self._memory.write([pieces[at] for at in wanted], [places[at] or [] for at in wanted])
+            for at, total in zip(wanted, wait(), strict=True):
+                right[at] = total == sums[at]
+        except Exception as error:  # the device may raise anything
+            logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
+        return right
+
+    def _check(self, one: Shelved, piece: Piece, place: Parts | None, is_right: bool | None) -> bool:
+        if is_right:
             one.known.add(piece.name)
             one.count(hit_tokens=piece.tokens)
             return True
         one.count(missed_tokens=piece.tokens)
-        if is_there:
-            one.spoil(piece.name, self._clock())
-        else:
+        if place is None:
             one.known.discard(piece.name)
+        elif is_right is False:
+            one.spoil(piece.name, self._clock())
         return False
 
     def ended(self) -> list[tuple[int, int]]:
@@ -361,7 +282,7 @@ class Shelf:
                 is_late = now >= load.deadline
                 if came < load.failed and not is_late:
                     continue
-                load.has_ended = True
+                load.end()
                 del self._loads[number]
                 found.append((number, came))
                 if came < load.failed:
@@ -381,62 +302,100 @@ class Shelf:
         """Give up all loads: nobody uses what arrives."""
         with self._lock:
             for load in self._loads.values():
-                load.has_ended = True
+                load.end()
             self._loads.clear()
 
     # Saves
 
     def save(self, pieces: Sequence[Piece]) -> None:
-        """Put pages into each store that lacks them; their payloads are in their places, and are never changed."""
-        size = sum(len(piece.place) for piece in pieces)
+        """Put packed pages into each store that lacks them."""
+        size = sum(len(piece.at) for piece in pieces)
         with self._lock:
             self._sealing_bytes += size
+        self._sealing.submit(lambda: self._seal_all(pieces))
 
-        def seal_all() -> None:
-            for piece in pieces:
-                seal(piece.place, piece.name)
-            for one in self.stores:
-                self._put(one, pieces)
+    def _seal_all(self, pieces: Sequence[Piece]) -> None:
+        for batch in _cut(pieces, self._batch, lambda piece: len(piece.at)):
+            try:
+                self._seal([piece for piece in batch if any(self._lacks(one, piece) for one in self.stores)])
+            except Exception as error:  # the device may raise anything
+                logger.warning("pages of the KV cache are not saved: %s", error)
+            self._memory.forget(batch)
             with self._lock:
-                self._sealing_bytes -= size
+                self._sealing_bytes -= sum(len(piece.at) for piece in batch)
 
-        self._sealing.submit(seal_all)
-
-    def _put(self, one: Shelved, pieces: Sequence[Piece]) -> None:
-        """Queue pages for a store, as far as it lacks them and there is room."""
+    def _lacks(self, one: Shelved, piece: Piece) -> bool:
+        """True if a page should be put into a store."""
         now = self._clock()
-        if not one.breaker.is_on(now):
-            return
-        is_shared = not getattr(one.store, "is_private", False)
-        lacking = [piece for piece in pieces if not ((is_shared and not piece.is_own) or one.has(piece.name, now))]
-        for batch in _cut([(0, piece) for piece in lacking]):
-            size = sum(len(piece.place) for _, piece in batch)
+        is_ours = piece.is_own or getattr(one.store, "is_private", False)
+        return is_ours and one.breaker.is_on(now) and not one.has(piece.name, now)
+
+    def _seal(self, pieces: Sequence[Piece]) -> None:
+        """Copy packed pages to the host, with their headers: to the memory of a direct store, or to buffers."""
+        began = self._clock()
+        reserved: dict[int, tuple[Shelved, DirectStore, Any]] = {}
+        for one in self.stores:
+            if isinstance(store := one.store, DirectStore):
+                for at, piece in enumerate(pieces):
+                    if at not in reserved and self._lacks(one, piece):
+                        place = store.reserve(piece.name, len(piece.at))
+                        if place is None:
+                            one.count(skipped_tokens=piece.tokens)
+                        else:
+                            reserved[at] = one, store, place
+        places: list[Parts] = [
+            reserved[at][2].parts if at in reserved else [self._memory.buffer(piece)] for at, piece in enumerate(pieces)
+        ]
+        try:
+            sums = self._memory.read(pieces, places)
+        except BaseException:
+            for _, store, place in reserved.values():
+                store.withdraw(place)
+            raise
+        for piece, place, total in zip(pieces, places, sums, strict=True):
+            place[0][:HEADER_BYTES] = header(piece.name, len(piece.at) - HEADER_BYTES, total)
+        others = [(one, [at for at, piece in enumerate(pieces) if self._lacks(one, piece)]) for one in self.stores]
+        for one, lacking in others:
+            if not isinstance(one.store, DirectStore):
+                self._put(one, [(pieces[at], places[at]) for at in lacking], bool(reserved))
+        took = self._clock() - began
+        for at, (one, store, place) in reserved.items():
+            store.publish(place)
+            size = len(pieces[at].at)
+            one.count(stored_tokens=pieces[at].tokens, written_bytes=size, written_seconds=took / len(reserved))
+
+    def _put(self, one: Shelved, pages: Sequence[tuple[Piece, Parts]], is_lent: bool) -> None:
+        """Queue pages for a store, as far as it lacks them and there is room; copies, if their memory is lent."""
+        lacking = [page for page in pages if self._lacks(one, page[0])]
+        for batch in _cut(lacking, self._batch, lambda entry: len(entry[0].at)):
+            size = sum(len(piece.at) for piece, _ in batch)
             with one.lock:
                 is_full = one.writing_bytes + size > MOST_WRITING
                 one.writing_bytes += 0 if is_full else size
             if is_full:
-                one.count(skipped_tokens=sum(piece.tokens for _, piece in batch))
+                one.count(skipped_tokens=sum(piece.tokens for piece, _ in batch))
             else:
-                one.writing.submit(lambda batch=batch, size=size: self._write(one, batch, size))  # type: ignore[misc]
+                whole = [(piece, in_one_piece(parts, is_lent)) for piece, parts in batch]
+                one.writing.submit(lambda whole=whole, size=size: self._write(one, whole, size))  # type: ignore[misc]
 
-    def _write(self, one: Shelved, batch: Sequence[tuple[int, Piece]], size: int) -> None:
+    def _write(self, one: Shelved, batch: Sequence[tuple[Piece, memoryview]], size: int) -> None:
         began = self._clock()
         kept = [False] * len(batch)
         if one.breaker.is_on(began):
             try:
-                kept = one.store.put([piece.name for _, piece in batch], [piece.place for _, piece in batch])
+                kept = one.store.put([piece.name for piece, _ in batch], [page for _, page in batch])
                 if len(kept) != len(batch):
                     raise ValueError(f"it was given {len(batch)} pages and answers for {len(kept)}")
                 one.breaker.worked(began)
             except Exception as error:  # a store may raise anything
                 one.failed(error, began)
                 kept = [False] * len(batch)
-        for (_, piece), is_kept in zip(batch, kept, strict=True):
+        for (piece, page), is_kept in zip(batch, kept, strict=True):
             if is_kept:
                 one.known.add(piece.name)
                 one.spoiled.discard(piece.name)
                 one.count(stored_tokens=piece.tokens)
-                one.count(written_bytes=len(piece.place))
+                one.count(written_bytes=len(page))
             else:
                 one.count(skipped_tokens=piece.tokens)
         one.count(written_seconds=self._clock() - began)
@@ -476,14 +435,14 @@ class Shelf:
             one.writing.close()
 
 
-def _cut(pieces: Sequence[tuple[int, Piece]]) -> list[list[tuple[int, Piece]]]:
-    """Cuts pieces into batches for calls of a store."""
-    batches: list[list[tuple[int, Piece]]] = []
-    size = BATCH_BYTES + 1
-    for place, piece in pieces:
-        size += len(piece.place)
-        if size > BATCH_BYTES:
+def _cut(entries: Sequence[Entry], most: int, size_of: Callable[[Entry], int]) -> list[list[Entry]]:
+    """Cuts entries of pages into batches of at most `most` bytes, or one page."""
+    batches: list[list[Entry]] = []
+    size = most + 1
+    for entry in entries:
+        size += size_of(entry)
+        if size > most:
             batches.append([])
-            size = len(piece.place)
-        batches[-1].append((place, piece))
+            size = size_of(entry)
+        batches[-1].append(entry)
     return batches

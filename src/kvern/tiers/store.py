@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvern.errors import ConfigError, did_you_mean, without_passwords
 from kvern.plugins import Plugins
@@ -37,12 +37,12 @@ class Store(Protocol):
 
     It may lie, fail and be late; nobody trusts it: the shelf checks the header and the sum of each page. All methods
     block, and are called from several threads of the shelf at once, and `has` of a local store from the engine's, too.
-    A call of `get` or `put` has 8 MiB of pages, or one page. `has`, of up to 1,024 names, has one and a half times what
-    it took of late, and at most 0.5 s; `get` has a deadline by its price; after these the shelf continues without the
-    answer. A store that needs a request for each page keeps an index. A call that misses its deadline may go on writing
-    to its places, and the shelf uses that memory again only after it has returned. `put` has none: while it hangs,
-    further pages are skipped. A method that raises counts as a failure for all names, and a store that fails three
-    times in 10 s is off for a while.
+    A call of `get` or `put` has up to 32 MiB of pages, or one page. `has`, of up to 1,024 names, has one and a half
+    times what it took of late, and at most 0.5 s; `get` has a deadline by its price; after these the shelf continues
+    without the answer. A store that needs a request for each page keeps an index. A call that misses its deadline may
+    go on writing to its places, and the shelf uses that memory again only after it has returned. `put` has none: while
+    it hangs, further pages are skipped. A method that raises counts as a failure for all names, and a store that fails
+    three times in 10 s is off for a while.
 
     A store may also have `is_private`, True if each rank has its own, and `evicted`, the pages that made room for
     others.
@@ -71,6 +71,41 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Ends the store's threads and connections; other methods are not called again."""
+        ...
+
+
+class Place(Protocol):
+    """The memory that a store has for one page: `parts`, in order, of which the first has the header."""
+
+    @property
+    def parts(self) -> Sequence[memoryview]: ...
+
+
+@runtime_checkable
+class DirectStore(Store, Protocol):
+    """A store in this process's memory: pages are copied from and to it without a copy in between.
+
+    These methods take microseconds, and do not raise.
+    """
+
+    def lend(self, name: bytes, length: int) -> Any | None:
+        """Returns the place of a page, which is not changed until `give_back`; None: there is none of this length."""
+        ...
+
+    def give_back(self, place: Any) -> None:
+        """Ends what `lend` began."""
+        ...
+
+    def reserve(self, name: bytes, length: int) -> Any | None:
+        """Returns a place for a new page, which nobody finds before `publish`; None: it is kept, or has no room."""
+        ...
+
+    def publish(self, place: Any) -> None:
+        """The page in a reserved place is whole."""
+        ...
+
+    def withdraw(self, place: Any) -> None:
+        """Ends what `reserve` began, without a page."""
         ...
 
 

@@ -1,0 +1,135 @@
+"""Pages of a KV cache packed to one piece of memory each, and unpacked, summed in passing.
+
+A page has the payload of one head for some blocks, as `runner/page_mover.py` describes it. Its sum is
+
+    the sum over all words w at index i of mix(w + (i + 1) * 0x9E3779B97F4A7C15), modulo 2^64
+
+where `mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014), which maps each word to another: so any change
+of one word changes the sum, and words that change places do, too. Words have 8 bytes, or 4 or 1 if rows of heads need
+that.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvern.device.transfer import upload
+from kvern.kernels.launch import Launcher, cdiv
+
+WORDS = 2048
+"""The words that a thread block copies."""
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP, _FIRST, _SECOND = tl.constexpr(STEP), tl.constexpr(FIRST), tl.constexpr(SECOND)
+
+
+class Rows(NamedTuple):
+    """Where the rows of heads are: `segments` int64 [S, 5], one for each layer and what is stored in it.
+
+    A segment has its address, and, in words, what lies between blocks, between tokens, between heads, and before it in
+    the payload. `words` is the length of a row, `tokens` those of a block.
+    """
+
+    segments: torch.Tensor
+    words: int
+    tokens: int
+    dtype: torch.dtype
+
+
+class PageTable(NamedTuple):
+    """Pages: `heads` int32 [P]; `blocks` int32 [P, B], where those below 0 are left out; `starts` int64 [P], in words,
+    are the pages' places in `memory`."""
+
+    heads: torch.Tensor
+    blocks: torch.Tensor
+    starts: torch.Tensor
+
+
+@Launcher
+@triton.jit
+def _page_copy_kernel(
+    memory: tl.tensor,
+    segments: tl.tensor,
+    heads: tl.tensor,
+    blocks: tl.tensor,
+    starts: tl.tensor,
+    sums: tl.tensor,
+    page_blocks: tl.int32,
+    row: tl.constexpr,
+    tokens: tl.constexpr,
+    packs: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    page = tl.program_id(0)
+    segment = segments + tl.program_id(1) * 5
+    word = tl.program_id(2).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    inside = word < page_blocks * tokens * row
+    token = word // row
+    block = tl.load(blocks + page * page_blocks + token // tokens, mask=inside, other=-1).to(tl.int64)
+    cache = tl.load(segment).to(tl.pointer_type(memory.dtype.element_ty))
+    cache += block * tl.load(segment + 1) + token % tokens * tl.load(segment + 2) + word % row
+    cache += tl.load(heads + page) * tl.load(segment + 3)
+    index = tl.load(segment + 4) + word
+    places = memory + tl.load(starts + page) + index
+    if packs:
+        found = tl.load(cache, mask=inside, other=0)
+        tl.store(places, found, mask=inside)
+    else:
+        found = tl.load(places, mask=inside, other=0)
+        tl.store(cache, found, mask=inside & (block >= 0))
+    mixed = found.to(tl.uint64) + (index + 1).to(tl.uint64) * _STEP
+    mixed = (mixed ^ (mixed >> 30)) * _FIRST
+    mixed = (mixed ^ (mixed >> 27)) * _SECOND
+    mixed = mixed ^ (mixed >> 31)
+    total = tl.sum(tl.where(inside, mixed.to(tl.int64, bitcast=True), 0), axis=0)
+    tl.atomic_add(sums + page, total)
+
+
+def page_copy(memory: torch.Tensor, rows: Sequence[Rows], pages: PageTable, sums: torch.Tensor, packs: bool) -> None:
+    """Copies pages from the cache to `memory`, uint8, if it packs, and back otherwise; adds to `sums` int64 [P].
+
+    One page is [layer, stored, token, word] in order, of all `rows`. Moves each byte once.
+    """
+    count, page_blocks = pages.blocks.shape
+    for of_width in rows:
+        chunks = cdiv(page_blocks * of_width.tokens * of_width.words, WORDS)
+        _page_copy_kernel[(count, len(of_width.segments), chunks)](
+            memory.view(of_width.dtype),
+            of_width.segments,
+            pages.heads,
+            pages.blocks,
+            pages.starts,
+            sums,
+            page_blocks,
+            of_width.words,
+            of_width.tokens,
+            packs,
+            WORDS,
+        )
+
+
+def rows_of_heads(caches: Sequence[torch.Tensor], page_blocks: int) -> list[Rows]:
+    """The rows of caches [stored, blocks, block_size, heads, head_dim] of one head's pages of `page_blocks` blocks."""
+    widths = [cache.shape[4] * cache.element_size() for cache in caches]
+    word = next(size for size in (8, 4, 1) if all(width % size == 0 for width in widths))
+    dtype = {8: torch.int64, 4: torch.int32, 1: torch.uint8}[word]
+    found: dict[tuple[int, int], list[list[int]]] = {}
+    before = 0
+    for cache, width in zip(caches, widths, strict=True):
+        stored, block, token, head, _ = (stride * cache.element_size() for stride in cache.stride())
+        tokens = cache.shape[2]
+        for place in range(cache.shape[0]):
+            segment = [cache.data_ptr() + place * stored, block // word, token // word, head // word, before // word]
+            found.setdefault((width // word, tokens), []).append(segment)
+            before += page_blocks * tokens * width
+    device = caches[0].device
+    return [
+        Rows(
+            upload([number for segment in segments for number in segment], torch.int64, device).view(-1, 5),
+            *size,
+            dtype,
+        )
+        for size, segments in found.items()
+    ]

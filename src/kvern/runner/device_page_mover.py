@@ -1,0 +1,356 @@
+"""Pages of a KV cache on an NVIDIA GPU: packed by kernels, and copied by the GPU's copy engines beside steps.
+
+    save   the steps' stream packs pages to a ring on the device, in microseconds
+           the shelf's thread has them copied from there to the host's memory, on a stream of its own
+    load   a thread of a store has pages copied from the host's memory to a stage on the device, and unpacked from
+           there, on the stage's stream, behind the steps before the load
+
+The kernels sum what they copy, so that the host's processors do not read pages. A block that a load writes is in no
+request's table before its event has been seen; a load that ended early is waited for by the stream of the steps.
+"""
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from kvern.device.transfer import fetch, upload
+from kvern.kernels.page_copy import PageTable, Rows, page_copy, rows_of_heads
+from kvern.runner.memory import STAGE_BYTES, STAGES
+from kvern.runner.page_mover import HeadGroup
+from kvern.tiers.host import HostStore
+from kvern.tiers.page_memory import Parts, Piece
+from kvern.tiers.pages import HEADER_BYTES
+
+SMALLEST_CELL = 64 << 10
+PINNED_BYTES = 16 << 20
+"""The host's memory that is pinned at once: launches wait meanwhile, about a millisecond."""
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux: pinning is fast where memory is there already."""
+MASK = (1 << 64) - 1
+
+logger = logging.getLogger("kvern")
+
+
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """The pages of a group of heads: the rows of one head, its blocks, and the bytes of a page."""
+
+    group: HeadGroup
+    rows: list[Rows]
+    page_blocks: int
+
+    @property
+    def payload(self) -> int:
+        return self.page_blocks * self.group.block_bytes
+
+    @property
+    def padded(self) -> int:
+        """The bytes that a payload takes on the device."""
+        return _aligned(self.payload, 16)
+
+
+@dataclass(eq=False)
+class _Region:
+    """Packed pages in the ring, the event behind which they are there, and how many are still needed."""
+
+    start: int
+    kind: _Kind
+    packed: torch.cuda.Event
+    sums: torch.Tensor
+    needed: int
+    totals: list[int] | None = None
+    """The sums, once they are on the host."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """One page in the ring: page `number` of its region."""
+
+    region: _Region
+    number: int
+
+    def __len__(self) -> int:
+        return HEADER_BYTES + self.region.kind.payload
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """Where the page of one head is unpacked, once the steps before the load have ended."""
+
+    kind: _Kind
+    head: int
+    blocks: Sequence[int]
+    began: torch.cuda.Event
+
+    def __len__(self) -> int:
+        return HEADER_BYTES + self.kind.payload
+
+
+@dataclass(frozen=True, eq=False)
+class _Stage:
+    """Memory on the device for pages that are loaded, and the stream that fills and reads it."""
+
+    memory: torch.Tensor
+    stream: torch.cuda.Stream
+
+
+class Ring:
+    """Offsets of regions of a piece of memory, which are given back in any order. One thread takes, any gives back."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._used: deque[tuple[int, int]] = deque()
+        """(start, end), in order."""
+        self._returned: set[int] = set()
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> int | None:
+        """The start of a region of so many bytes, above 0; None: there is no room."""
+        with self._lock:
+            first, last = (self._used[0][0], self._used[-1][1]) if self._used else (0, 0)
+            if not self._used or last > first:
+                start = last if last + count <= self.size else 0
+                fits = start + count <= (self.size if start or not self._used else first)
+            else:
+                start, fits = last, last + count <= first
+            if not fits:
+                return None
+            self._used.append((start, start + count))
+            return start
+
+    def give_back(self, start: int) -> None:
+        """The region that begins there is free."""
+        with self._lock:
+            self._returned.add(start)
+            while self._used and self._used[0][0] in self._returned:
+                self._returned.discard(self._used.popleft()[0])
+
+
+class DeviceMover:
+    """A mover of caches on one NVIDIA GPU. Implements `PageMover`."""
+
+    sums = "SplitMix64"
+    batch_bytes = STAGE_BYTES
+
+    def __init__(self, groups: Sequence[HeadGroup], page_blocks: Sequence[int], most_packed: int) -> None:
+        """`page_blocks`: the blocks of a page of each group. `most_packed`: the bytes of the pages of a large step."""
+        self.groups = groups
+        kinds = [
+            _Kind(group, rows_of_heads(group.caches, count), count)
+            for group, count in zip(groups, page_blocks, strict=True)
+        ]
+        self._kinds = {id(kind.group): kind for kind in kinds}
+        self._device = groups[0].caches[0].device
+        self.cell: int | None = max(SMALLEST_CELL, _aligned(HEADER_BYTES + min(kind.payload for kind in kinds), 4096))
+        self.room = max(most_packed, *(len(kind.group.kinds) * kind.padded for kind in kinds))
+        self._ring = Ring(self.room)
+        self._memory = torch.empty(_aligned(self.room, 16), dtype=torch.uint8, device=self._device)
+        self._out: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stage = max(STAGE_BYTES, *(kind.padded for kind in kinds))
+        self._stages: SimpleQueue[_Stage] = SimpleQueue()
+        for _ in range(STAGES):
+            stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stages.put(_Stage(torch.empty(stage, dtype=torch.uint8, device=self._device), stream))
+        self._written: dict[_Stage, torch.cuda.Event] = {}
+        """The events behind what was unpacked last from each stage."""
+        self._compile(kinds)
+
+    @torch.inference_mode()
+    def _compile(self, kinds: Iterable[_Kind]) -> None:
+        """Launch each kernel, so that no request waits for a compiler."""
+        for kind in kinds:
+            sums = torch.zeros(1, dtype=torch.int64, device=self._device)
+            table = self._table([0], [[0] * kind.page_blocks], [0], kind)
+            for packs in (True, False):
+                page_copy(self._memory, kind.rows, table, sums, packs)
+
+    def pin(self, store: HostStore) -> None:
+        """See `PageMover`. It takes a while and goes on in the background; copies are slower until then."""
+        pins = _Pins(store, self._device)
+        weakref.finalize(self, pins.end)
+        threading.Thread(target=pins.run, name="kvern-pin", daemon=True).start()
+
+    @torch.inference_mode()
+    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Packed]]:
+        """See `PageMover`."""
+        kind, heads = self._kinds[id(group)], len(group.kinds)
+        count = len(tables) * heads
+        start = self._ring.take(count * kind.padded) if tables else None
+        if start is None:
+            return []
+        starts = [start + place * kind.padded for place in range(count)]
+        sums = torch.zeros(count, dtype=torch.int64, device=self._device)
+        blocks = [table for table in tables for _ in range(heads)]
+        page_copy(self._memory, kind.rows, self._table([*range(heads)] * len(tables), blocks, starts, kind), sums, True)
+        region = _Region(start, kind, self._event(), sums, count)
+        pages = [_Packed(region, place) for place in range(count)]
+        return [pages[first : first + heads] for first in range(0, count, heads)]
+
+    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Target]]:
+        """See `PageMover`."""
+        kind, began = self._kinds[id(group)], self._event()
+        return [[_Target(kind, head, blocks, began) for head in range(len(group.kinds))] for blocks in tables]
+
+    def settle(self, places: Sequence[Any], has_others: bool) -> None:
+        """See `PageMover`."""
+        if has_others:
+            stream = torch.cuda.current_stream(self._device)
+            for event in [*self._written.values()]:
+                stream.wait_event(event)
+
+    def buffer(self, piece: Piece) -> memoryview:
+        """See `PageMemory`."""
+        return torch.empty(len(piece.at), dtype=torch.uint8, pin_memory=True).numpy().data
+
+    @torch.inference_mode()
+    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> list[int]:
+        """See `PageMemory`. It copies at the speed of the bus, with the copy engine."""
+        regions: dict[_Region, torch.Tensor | None] = {}
+        with torch.cuda.device(self._device), torch.cuda.stream(self._out):
+            for region in dict.fromkeys(piece.at.region for piece in pieces):
+                self._out.wait_event(region.packed)
+                regions[region] = fetch(region.sums) if region.totals is None else None
+            for piece, parts in zip(pieces, places, strict=True):
+                region = piece.at.region
+                start = region.start + piece.at.number * region.kind.padded
+                for part in _payload(parts):
+                    part.copy_(self._memory[start : start + len(part)], non_blocking=True)
+                    start += len(part)
+            self._event().synchronize()
+        for region, sums in regions.items():
+            if sums is not None:
+                region.totals = [total & MASK for total in sums.tolist()]
+        return [piece.at.region.totals[piece.at.number] for piece in pieces]
+
+    def forget(self, pieces: Sequence[Piece]) -> None:
+        """See `PageMemory`."""
+        for piece in pieces:
+            region = piece.at.region
+            region.needed -= 1
+            if not region.needed:
+                self._ring.give_back(region.start)
+
+    @torch.inference_mode()
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Callable[[], list[int]]:
+        """See `PageMemory`."""
+        stage = self._stages.get()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(stage.stream):
+                sums = fetch(self._unpack(stage, pieces, places))
+                done = self._event()
+        except BaseException:
+            self._stages.put(stage)
+            raise
+
+        def wait() -> list[int]:
+            try:
+                done.synchronize()
+            finally:
+                self._stages.put(stage)
+            return [total & MASK for total in sums.tolist()]
+
+        return wait
+
+    def _unpack(self, stage: _Stage, pieces: Sequence[Piece], places: Sequence[Parts]) -> torch.Tensor:
+        """Copy pages to the stage and unpack them, as many at once as it holds. Returns their sums int64 [P]."""
+        for event in dict.fromkeys(piece.at.began for piece in pieces):
+            stage.stream.wait_event(event)
+        sums = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
+        staged: list[tuple[_Target, int]] = []
+        done = end = 0
+        for piece, parts in zip(pieces, places, strict=True):
+            size = piece.at.kind.padded
+            if end + size > len(stage.memory):
+                self._launch(stage, staged, sums[done:])
+                done += len(staged)
+                staged, end = [], 0
+            staged.append((piece.at, end))
+            start = end
+            for part in _payload(parts):
+                stage.memory[start : start + len(part)].copy_(part, non_blocking=True)
+                start += len(part)
+            end += size
+        self._launch(stage, staged, sums[done:])
+        return sums
+
+    def _launch(self, stage: _Stage, staged: Sequence[tuple[_Target, int]], sums: torch.Tensor) -> None:
+        for kind, of_kind in groupby(staged, lambda entry: entry[0].kind):
+            pages = [*of_kind]
+            heads, blocks = [target.head for target, _ in pages], [target.blocks for target, _ in pages]
+            table = self._table(heads, blocks, [start for _, start in pages], kind)
+            page_copy(stage.memory, kind.rows, table, sums, False)
+            sums = sums[len(pages) :]
+        self._written[stage] = self._event()
+
+    def _table(self, heads: list[int], blocks: Sequence[Sequence[int]], starts: list[int], kind: _Kind) -> PageTable:
+        word = kind.rows[0].dtype.itemsize
+        numbers = upload([number for table in blocks for number in table], torch.int32, self._device)
+        return PageTable(
+            upload(heads, torch.int32, self._device),
+            numbers.view(len(heads), kind.page_blocks),
+            upload([start // word for start in starts], torch.int64, self._device),
+        )
+
+    def _event(self) -> torch.cuda.Event:
+        """An event behind what the current stream has been given."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+class _Pins:
+    """Memory of a store that is pinned, piece after piece, until `end`."""
+
+    def __init__(self, store: HostStore, device: torch.device) -> None:
+        self._store: HostStore | None = store
+        self._device = device
+        self._pinned: list[int] = []
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Pin all of it. Called by a thread."""
+        system = ctypes.CDLL(None)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self._device):
+            for part in [] if self._store is None else self._store.parts(PINNED_BYTES):
+                address = torch.frombuffer(part, dtype=torch.uint8).data_ptr()
+                system.madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(part)), POPULATE_WRITE)
+                with self._lock:
+                    if self._store is None:
+                        return
+                    if error := int(runtime.cudaHostRegister(address, len(part), 0)):
+                        logger.warning(
+                            "the host's memory cannot be pinned (CUDA error %d) from %.2f GB on: copies are slower",
+                            error,
+                            len(self._pinned) * PINNED_BYTES / 1e9,
+                        )
+                        return
+                    self._pinned.append(address)
+
+    def end(self) -> None:
+        """Let the memory go."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._store = None
+            for address in self._pinned:
+                runtime.cudaHostUnregister(address)
+            self._pinned.clear()
+
+
+def _payload(parts: Parts) -> Iterable[torch.Tensor]:
+    """The bytes of a page behind its header."""
+    for place, part in enumerate(parts):
+        yield torch.frombuffer(part, dtype=torch.uint8)[0 if place else HEADER_BYTES :]
+
+
+def _aligned(count: int, size: int) -> int:
+    return -(-count // size) * size

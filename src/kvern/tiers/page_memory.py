@@ -1,0 +1,105 @@
+"""What the shelf copies pages from and to: the memory that keeps the KV cache, seen from the threads of the shelf."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kvern.tiers.pages import HEADER_BYTES, payload_sum
+
+
+class Piece(NamedTuple):
+    """One page: its name, what a `PageMemory` knows it by, and the tokens that it counts for.
+
+    `len(at)` is the bytes of the page with its header. A part of the KV cache may have several pages, such as one for
+    each head: one of them counts the tokens.
+    """
+
+    name: bytes
+    at: Any
+    tokens: int = 0
+    is_own: bool = True
+    """False: another rank saves the same page to stores that ranks share."""
+
+
+Parts = Sequence[memoryview]
+"""The memory of a page on the host, in one piece or several, of which the first begins with the header."""
+
+
+class PageMemory(Protocol):
+    """Copies payloads between what pieces stand for and the host's memory.
+
+    Several threads of the shelf call it at once. Methods may raise what a device raises: the pages are then not saved,
+    or have not come.
+    """
+
+    batch_bytes: int
+    """The bytes of pages that are read or written at once, if that is more than one page."""
+
+    def buffer(self, piece: Piece) -> memoryview:
+        """Memory for a page with its header, for a store that copies it."""
+        ...
+
+    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> list[int]:
+        """Copies packed payloads to places, behind space for headers. Returns their sums. Waits for the copies."""
+        ...
+
+    def forget(self, pieces: Sequence[Piece]) -> None:
+        """The payloads of packed pieces are needed no longer."""
+        ...
+
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Callable[[], list[int]]:
+        """Begins to copy payloads that were loaded. Returns what waits for it and returns their sums.
+
+        The places do not change before that has returned. It is called while nobody ends the load; waiting is not.
+        """
+        ...
+
+
+class HostPages:
+    """Pages whose bytes are in the host's memory: `Piece.at` is a memoryview of header and payload."""
+
+    batch_bytes = 8 << 20
+
+    def buffer(self, piece: Piece) -> memoryview:
+        """See `PageMemory`."""
+        page: memoryview = piece.at
+        return page
+
+    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> list[int]:
+        """See `PageMemory`."""
+        pages = [self.buffer(piece) for piece in pieces]
+        for page, parts in zip(pages, places, strict=True):
+            copy_page([page], parts)
+        return [payload_sum(page[HEADER_BYTES:]) for page in pages]
+
+    def forget(self, pieces: Sequence[Piece]) -> None:
+        """See `PageMemory`."""
+
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Callable[[], list[int]]:
+        """See `PageMemory`."""
+
+        def copied() -> list[int]:
+            pages = [self.buffer(piece) for piece in pieces]
+            for page, parts in zip(pages, places, strict=True):
+                copy_page(parts, [page])
+            return [payload_sum(page[HEADER_BYTES:]) for page in pages]
+
+        return copied
+
+
+def copy_page(parts: Parts, to: Parts) -> None:
+    """Copies the bytes of a page, which is in one piece on one of the sides, unless they are there."""
+    if parts[0].obj is to[0].obj:
+        return
+    first, start = (parts[0], 0) if len(parts) == 1 else (to[0], 0)
+    for part in to if len(parts) == 1 else parts:
+        other = first[start : start + len(part)]
+        source, target = (other, part) if len(parts) == 1 else (part, other)
+        np.copyto(np.frombuffer(target, np.uint8), source)
+        start += len(part)
+
+
+def in_one_piece(parts: Parts, is_lent: bool) -> memoryview:
+    """A page in one piece; a copy if it is in several, or if its memory is lent."""
+    return memoryview(b"".join(parts)) if is_lent or len(parts) > 1 else parts[0]

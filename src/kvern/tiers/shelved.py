@@ -1,0 +1,135 @@
+"""One store of a shelf: what is known of it, its figures and its threads."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from kvern.request.store_figures import StoreFigures
+from kvern.tiers.price import Breaker, Price
+from kvern.tiers.store import Store
+
+logger = logging.getLogger("kvern")
+
+LOCAL, DISTANT = (0.0005, 4e9), (0.005, 1e9)
+"""Seconds and bytes a second that are expected of stores before they were used."""
+READERS, WRITERS = 2, 1
+"""Threads of a store."""
+PATIENCE = 1.5
+"""A load that takes longer than its price by this factor is late."""
+FIRST_PATIENCE = 0.5
+"""Seconds: nobody knows how long the first transfer of a store takes."""
+MOST_KNOWN = 1 << 20
+"""Names that are remembered of a store which is not local."""
+
+
+class Names:
+    """The names used last, as many as `most`. Any thread may call its methods."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._names: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._names
+
+    def add(self, name: bytes) -> None:
+        with self._lock:
+            self._names[name] = None
+            self._names.move_to_end(name)
+            if len(self._names) > self._most:
+                self._names.popitem(last=False)
+
+    def discard(self, name: bytes) -> None:
+        with self._lock:
+            self._names.pop(name, None)
+
+
+class Lane:
+    """Daemon threads that carry out calls in order; they start with the first call."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name, self._threads = name, threads
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._started = False
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Queues a call, which must not raise."""
+        if not self._started:
+            self._started = True
+            for _ in range(self._threads):
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Ends the threads when they have done what is queued."""
+        for _ in range(self._threads):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # or it would hold its pages until the next
+
+
+class Shelved:
+    """A store with what is known of it."""
+
+    def __init__(self, name: str, store: Store) -> None:
+        self.name, self.store = name, store
+        self.price = Price(*(LOCAL if store.is_local else DISTANT))
+        self.breaker = Breaker()
+        self.figures = StoreFigures()
+        self.known = Names(MOST_KNOWN)
+        """What a distant store has, as far as it was asked or given."""
+        self.spoiled = Names(MOST_KNOWN)
+        """Pages that were not right; the store is not asked for them again."""
+        self.reading, self.writing = Lane(f"{name}-get", READERS), Lane(f"{name}-put", WRITERS)
+        self.reading_bytes = self.writing_bytes = 0
+        self.answer_seconds = FIRST_PATIENCE / PATIENCE
+        """How long the store takes at most, of late, to say what it has."""
+        self.lock = threading.Lock()
+
+    def close(self) -> None:
+        """Ends the store."""
+        try:
+            self.store.close()
+        except Exception as error:  # a store may raise anything
+            logger.warning("the store %s of the KV cache does not end well: %s", self.name, error)
+
+    def count(self, **more: float) -> None:
+        """Adds to figures, by name."""
+        with self.lock:
+            for name, number in more.items():
+                setattr(self.figures, name, getattr(self.figures, name) + number)
+
+    def has(self, name: bytes, now: float) -> bool:
+        """Whether the store probably has a page; in microseconds."""
+        if name in self.spoiled:
+            return False
+        if not self.store.is_local:
+            return name in self.known
+        try:
+            return self.store.has([name]) == [True]
+        except Exception as error:  # a store may raise anything
+            self.failed(error, now)
+            return False
+
+    def failed(self, error: object, now: float) -> None:
+        """Notes a call that raised, or that lied."""
+        self.count(failures=1)
+        if seconds := self.breaker.failed(now):
+            logger.warning("the store %s of the KV cache is off for %g s: %s", self.name, seconds, error)
+
+    def spoil(self, name: bytes, now: float) -> None:
+        """A page was not right."""
+        self.count(corrupt_pages=1)
+        self.known.discard(name)
+        self.spoiled.add(name)
+        try:
+            self.store.drop([name])
+            self.spoiled.discard(name)
+        except Exception as error:  # a store may raise anything
+            self.failed(error, now)
