@@ -50,11 +50,13 @@ Figures = dict[str, Any]
 # Stores that nobody should use
 
 
-class SlowStore(HostStore):
+class SlowStore:
     """Host memory behind a line of so many bytes a second, or one from which everything comes too late."""
 
+    is_local = True
+
     def __init__(self, size: int, rate: float | None) -> None:
-        super().__init__(size)
+        self._pages = HostStore(size)
         self._rate = rate
         self._line = threading.Lock()
 
@@ -63,17 +65,28 @@ class SlowStore(HostStore):
             with self._line:
                 time.sleep(sum(map(len, places)) / self._rate)
 
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        """See `Store`."""
+        return self._pages.has(names)
+
     def get(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         """See `Store`."""
         if self._rate is None:
             time.sleep(LATE_SECONDS)
         self._pass(places)
-        return super().get(names, places)
+        return self._pages.get(names, places)
 
     def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         """See `Store`."""
         self._pass(places)
-        return super().put(names, places)
+        return self._pages.put(names, places)
+
+    def drop(self, names: Sequence[bytes]) -> None:
+        """See `Store`."""
+        self._pages.drop(names)
+
+    def close(self) -> None:
+        """See `Store`."""
 
 
 def slow_store(rest: str, identity: Identity) -> SlowStore:

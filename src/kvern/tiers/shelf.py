@@ -229,8 +229,7 @@ class Shelf:
             one.breaker.worked(began)
         except Exception as error:  # a store may raise anything
             one.failed(error, began)
-        sums = self._written(load, pieces, places)
-        right = [self._check(one, *found) for found in zip(pieces, places, sums, strict=True)]
+        right = self._written(load, pieces, places)
         lower = self.stores[: self.stores.index(one)]
         if lower and not load.has_ended:  # what was used from afar is kept nearby
             found = [(piece, places[at] or []) for at, piece in enumerate(pieces) if right[at]]
@@ -240,7 +239,7 @@ class Shelf:
             for place in lent:
                 if place is not None:
                     store.give_back(place)
-        return right
+        return [self._check(one, *each) for each in zip(pieces, places, right, strict=True)]
 
     def _written(self, load: _Load, pieces: Sequence[Piece], places: Sequence[Parts | None]) -> list[bool | None]:
         """Have pages that came copied to where they belong. Returns which are right; None: they were not looked at."""
