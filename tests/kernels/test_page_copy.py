@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvern.kernels.page_copy import FIRST, SECOND, STEP, PageTable, page_copy, rows_of_heads
+from kvern.kernels.page_copy import FIRST, SECOND, STEP, PageTable, page_copy
+from kvern.runner.device_page_mover import rows_of_heads
 from kvern.runner.page_mover import HeadGroup, TorchMover
 from kvern.tiers.pages import HEADER_BYTES
 

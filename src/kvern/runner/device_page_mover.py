@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kvern.device.transfer import fetch, upload
-from kvern.kernels.page_copy import PageTable, Rows, page_copy, rows_of_heads
+from kvern.kernels.page_copy import PageTable, Rows, page_copy
 from kvern.runner.memory import STAGE_BYTES, STAGES
 from kvern.runner.page_mover import HeadGroup
 from kvern.tiers.host import HostStore
@@ -305,6 +305,31 @@ class DeviceMover:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def rows_of_heads(caches: Sequence[torch.Tensor], page_blocks: int) -> list[Rows]:
+    """The rows of caches [stored, blocks, block_size, heads, head_dim] of one head's pages of `page_blocks` blocks."""
+    widths = [cache.shape[4] * cache.element_size() for cache in caches]
+    word = next(size for size in (8, 4, 1) if all(width % size == 0 for width in widths))
+    dtype = {8: torch.int64, 4: torch.int32, 1: torch.uint8}[word]
+    found: dict[tuple[int, int], list[list[int]]] = {}
+    before = 0
+    for cache, width in zip(caches, widths, strict=True):
+        stored, block, token, head, _ = (stride * cache.element_size() for stride in cache.stride())
+        tokens = cache.shape[2]
+        for place in range(cache.shape[0]):
+            segment = [cache.data_ptr() + place * stored, block // word, token // word, head // word, before // word]
+            found.setdefault((width // word, tokens), []).append(segment)
+            before += page_blocks * tokens * width
+    device = caches[0].device
+    return [
+        Rows(
+            upload([number for segment in segments for number in segment], torch.int64, device).view(-1, 5),
+            *size,
+            dtype,
+        )
+        for size, segments in found.items()
+    ]
 
 
 class _Pins:
