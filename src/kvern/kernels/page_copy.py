@@ -20,8 +20,12 @@ from kvern.kernels.launch import Launcher, cdiv
 
 WORDS = 2048
 """The words that a thread block copies."""
-STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_STEP, _FIRST, _SECOND = tl.constexpr(STEP), tl.constexpr(FIRST), tl.constexpr(SECOND)
+STEP = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+_STEP = tl.constexpr(STEP)
+_FIRST = tl.constexpr(FIRST)
+_SECOND = tl.constexpr(SECOND)
 
 
 class Rows(NamedTuple):
