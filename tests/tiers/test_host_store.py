@@ -2,14 +2,17 @@
 
 import mmap
 import random
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvern.errors import ConfigError
 from kvern.tiers.arena import ARENA, OwnedArena, host_size, map_arena, sized
 from kvern.tiers.host import HostStore
 from tests.support.page_stores import get, has, put
+from tests.support.page_stores import name_of as page_name
 
 SIZE = 200_000
 
@@ -98,6 +101,42 @@ def test_a_flipped_bit_of_the_index_is_a_miss() -> None:
         assert sum(found) >= 7 or place < 64
         memory[:end] = kept
         memory[place] ^= bit
+
+
+def test_cells_that_a_gpu_copies_from_are_whole_pages_of_memory() -> None:
+    memory = shared()
+    store = HostStore(SIZE, memory, 8192)
+    assert put(store, range(20), 5000) == [True] * 20 and put(store, [30], 20_000) == [True]
+    again = HostStore(SIZE, memory, 8192)
+    assert get(again, range(20), 5000) == [True] * 20 and get(again, [30], 20_000) == [True]
+    parts = [*again.parts(20_000)]
+    assert {len(part) % 8192 for part in parts} == {0} and max(map(len, parts)) == 16384
+    addresses = [np.frombuffer(part, np.uint8).ctypes.data for part in parts]
+    assert {address % mmap.PAGESIZE for address in addresses} == {0}
+    assert [right - left for left, right in pairwise(addresses)] == [len(part) for part in parts[:-1]]
+    lent = again.lend(page_name(30), 20_000)
+    assert lent is not None and [len(part) for part in lent.parts] == [8192, 8192, 3616]
+    assert any(lent.parts[0].obj is part.obj for part in parts)
+    again.give_back(lent)
+
+
+def test_a_lent_page_is_not_evicted_and_a_reserved_one_is_not_found() -> None:
+    store = HostStore(SIZE)
+    put(store, [1], 40_000)
+    lent = store.lend(page_name(1), 40_000)
+    assert lent is not None and store.lend(page_name(1), 40_001) is None
+    reserved = store.reserve(page_name(2), 40_000)
+    assert reserved is not None and has(store, [2]) == [False]
+    for number in range(3, 30):
+        put(store, [number], 40_000)
+    assert get(store, [1], 40_000) == [True]
+    store.give_back(lent)
+    store.withdraw(reserved)
+    assert has(store, [2]) == [False]
+    for number in range(3, 30):
+        put(store, [number], 40_000)
+    assert has(store, [1]) == [False]
+    assert store.reserve(page_name(29), 40_000) is None, "it is kept"
 
 
 def test_another_size_or_garbage_begins_empty() -> None:

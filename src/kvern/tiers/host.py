@@ -86,7 +86,7 @@ class HostStore:
         if self._memory[: _HEAD.size] == head:
             self._scan()
         else:
-            self._memory[_HEAD.size : self._first] = bytes(cells * ENTRY_BYTES)
+            self._memory[_HEAD.size : self._first] = bytes(self._first - _HEAD.size)
             self._memory[: _HEAD.size] = head
             self._free = list(range(cells - 1, -1, -1))
 
@@ -221,7 +221,7 @@ class HostStore:
 
     def _scan(self) -> None:
         """Find the pages of an earlier engine, the oldest first."""
-        entries = self._bytes[_HEAD.size : self._first].reshape(-1, ENTRY_BYTES)
+        entries = self._bytes[_HEAD.size :][: self._count * ENTRY_BYTES].reshape(-1, ENTRY_BYTES)
         parts: defaultdict[tuple[int, bytes, int], dict[int, int]] = defaultdict(dict)
         for cell in np.flatnonzero(entries.any(1)).tolist():
             entry = entries[cell].tobytes()
