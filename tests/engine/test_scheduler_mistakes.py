@@ -13,10 +13,9 @@ import kvern.engine.core
 import kvern.engine.scheduler
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
-from kvern.cache.messages import PageSave, StateMessage, TierMessage
+from kvern.cache.messages import StateMessage
 from kvern.cache.radix import RadixCache
 from kvern.cache.states import StatePool
-from kvern.cache.tier import TierTraffic
 from kvern.drafting.room import Wanted, to_verify
 from kvern.engine.queues import WaitingQueue
 from kvern.engine.scheduler import Scheduler
@@ -151,62 +150,6 @@ def scheduled_means_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RadixCache, "is_written", lambda self, node: True)
 
 
-def pages_saved_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = TierTraffic.plan
-    late: list[PageSave] = []
-
-    def plan_late(self: TierTraffic, output: SchedulerOutput) -> Any:
-        message = plan(self, output)
-        if isinstance(message, TierMessage):
-            saves, late[:] = list(late), message.saves
-            message = TierMessage(saves, message.loads, message.ended)
-        return message
-
-    monkeypatch.setattr(TierTraffic, "plan", plan_late)
-
-
-def pages_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of a page are written to those behind the ones that the tree has."""
-    begin = TierTraffic._begin
-
-    def begin_at_first(self: TierTraffic, *args: Any) -> None:
-        begin(self, *args)
-        for place, load in enumerate(self._loads):
-            blocks = [block for block in load.tables[0] if block >= 0]
-            self._loads[place] = msgspec.structs.replace(
-                load, tables=[blocks + [-1] * (len(load.tables[0]) - len(blocks))]
-            )
-
-    monkeypatch.setattr(TierTraffic, "_begin", begin_at_first)
-
-
-def pages_known_in_part_count_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = TierTraffic.loaded
-
-    def loaded_from_the_start(self: TierTraffic, number: int, count: int) -> list[Request]:
-        if number in self._loading:
-            self._loading[number].known = 0
-        return loaded(self, number, count)
-
-    monkeypatch.setattr(TierTraffic, "loaded", loaded_from_the_start)
-
-
-def failed_loads_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = TierTraffic.loaded
-    monkeypatch.setattr(TierTraffic, "loaded", lambda self, number, count: loaded(self, number, 10**9))
-
-
-def loading_blocks_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    lookup = TierTraffic.lookup
-
-    def lookup_and_free(self: TierTraffic, *args: Any) -> bool:
-        waits = lookup(self, *args)
-        self._pool.release([block for load in self._loading.values() for block in load.blocks])
-        return waits
-
-    monkeypatch.setattr(TierTraffic, "lookup", lookup_and_free)
-
-
 def lost_adapters_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdapterPlaces, "clear", lambda self: None)
 
@@ -286,15 +229,6 @@ def answers_go_on_behind_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 Mistake = Callable[[pytest.MonkeyPatch], None]
 
 
-TIER_MISTAKES: list[Mistake] = [
-    pages_saved_a_step_late,
-    pages_begin_anywhere,
-    pages_known_in_part_count_whole,
-    failed_loads_believed,
-    loading_blocks_freed,
-]
-
-
 MISTAKES: list[Mistake] = [
     without_copies,
     copies_of_what_is_not_written_yet,
@@ -348,17 +282,6 @@ def test_a_crowd_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> N
     mistake(monkeypatch)
     with pytest.raises((AssertionError, ValueError, KeyError)):
         consume(random_life(random_setup(seed), seed) for seed in range(200))
-
-
-@pytest.mark.parametrize("mistake", TIER_MISTAKES)
-def test_a_crowd_with_a_tier_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def setup(seed: int) -> Setup:
-        setup = replace(random_setup(seed), paged=True, prefix_cache=True, kept_states=None)
-        return replace(setup, tier_pages=30, tier_faults=2)
-
-    mistake(monkeypatch)
-    with pytest.raises((AssertionError, ValueError, KeyError)):
-        consume(random_life(setup(seed), seed, faults=0.3) for seed in range(300))
 
 
 def states_of_failed_steps_stay(monkeypatch: pytest.MonkeyPatch) -> None:

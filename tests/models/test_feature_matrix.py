@@ -80,7 +80,7 @@ def test_two_features_of_other_models(features: frozenset[str], alone: Alone) ->
 
 
 REFUSED: dict[str, set[str]] = {
-    "qwen3_5": {"deterministic", "kv_tier"},
+    "qwen3_5": {"deterministic"},
     "gpt_oss": set(),
     "deepseek_v3": {"kv_cache_dtype"},
 }

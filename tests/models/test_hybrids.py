@@ -259,7 +259,6 @@ def test_logits_processors_are_applied(
 def test_what_states_do_not_go_with_yet_is_refused_by_name(folder: Path) -> None:
     spec, gpu = spec_from_config(read_config(folder)), torch.device("cuda")
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"kv_tier": ("host",)}, "kv_tier host .*no states"),
         ({"deterministic": True}, "deterministic .*last bits"),
     ]
     for options, reason in refused:

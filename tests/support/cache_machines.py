@@ -113,12 +113,12 @@ class CacheMachine(RuleBasedStateMachine):
         page_blocks: int,
         lies: float,
     ) -> None:
-        states, kept = (states, kept) if window is None else (0, None)
+        states = states if window is None else 0
         columns, self.whole = -(-LIMIT // block_size), whole or window is None
         blocks = columns * (self.whole + (0 if window is None else window.tables)) + spare
         if window is not None and not whole:
             window = replace(window, positions=columns + spare)
-        self.tier = None if kept is None or states else SimulatedTier(kept, lies)
+        self.tier = None if kept is None else SimulatedTier(kept, lies)
         self.cache = make_cache(blocks, block_size, prefix_cache, self.tier, states, window, page_blocks)
         self.windows, self.pool = self.cache.extension(WindowedBlocks), self.cache.extension(StatePool)
         self.states: list[object] = [None] * states
@@ -310,12 +310,7 @@ class CacheMachine(RuleBasedStateMachine):
         loads = self.loads.pop(number)
         arrived = loads[: max(0, len(loads) - lost)]
         assert self.tier is not None
-        pages = self.tier.bring(loads, len(arrived))
-        for load, cells in zip(loads, pages, strict=False):
-            for block, kept in zip(load.tables[0], cells, strict=True):
-                if block >= 0:
-                    self.memory[block] = list(kept)
-        report = {tier.name: [(number, len(pages))]}
+        report = {tier.name: [(number, self.tier.bring(loads, len(arrived), self.memory, self.states))]}
         waiting = self.cache.report(report)
         assert waiting and not self.cache.report(report)
         self.loading = [request for request in self.loading if request not in waiting]
@@ -337,16 +332,15 @@ class CacheMachine(RuleBasedStateMachine):
         output = SchedulerOutput(self.steps, scheduled=[ScheduledTokens(0, 0, 1, 0)])
         self.cache.plan(output)
         states, tier = output.message(StateMessage), output.message(TierMessage)
-        for source, target in () if states is None else states.copies:
-            self.states[target] = () if source == NO_STATE else self.states[source]
         for save in () if tier is None else tier.saves:
             assert self.tier is not None
-            self.tier.keep(save, [list(self.memory[block]) for block in save.tables[0]])
+            self.tier.keep(save, self.memory, self.states)
+        for source, target in () if states is None else states.copies:
+            self.states[target] = () if source == NO_STATE else self.states[source]
         for load in () if tier is None else tier.loads:
+            assert self.tier is not None
             self.loads.setdefault(load.load, []).append(load)
-            for block in load.tables[0]:
-                if block >= 0:
-                    self.memory[block] = [None] * self.cache.block_size
+            self.tier.begin(load, self.memory, self.states)
 
     @rule(count=st.integers(1, 20), complete=st.booleans())
     def evict(self, count: int, complete: bool) -> None:

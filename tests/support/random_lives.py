@@ -55,15 +55,15 @@ def with_stages(setup: Setup, stages: int) -> Setup:
 
 
 def with_states(setup: Setup, kept: int | None) -> Setup:
-    """A machine for a model with recurrent states, some of which are kept; such a model has no tier."""
-    return setup if kept is None else replace(setup, kept_states=kept, tier_pages=0)
+    """A machine for a model with recurrent states, some of which are kept."""
+    return setup if kept is None else replace(setup, kept_states=kept)
 
 
 def with_window(setup: Setup, windowed: tuple[int, int] | None, all_windowed: bool = False) -> Setup:
-    """A machine for a model with windows and separate block tables; it has no tier."""
+    """A machine for a model with windows and separate block tables."""
     if windowed is None or not setup.paged:
         return setup
-    return replace(setup, windowed=windowed, all_windowed=all_windowed, tier_pages=0, kept_states=None)
+    return replace(setup, windowed=windowed, all_windowed=all_windowed, kept_states=None)
 
 
 SHARED = ([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, 2, 2, 2])

@@ -136,7 +136,7 @@ def make_cache(
     if window is not None:
         extensions.append(partial(WindowedBlocks, window))
     if states:
-        extensions.append(partial(StatePool, states, 1))
+        extensions.append(partial(StatePool, states, 1, page_blocks=1 if tier is None else page_blocks))
     if tier is not None and prefix_cache:
         extensions.append(partial(TierTraffic, tier, page_blocks))
     positions = 0 if window is None else window.positions
@@ -387,12 +387,12 @@ class SimulatedDevice:
                 assert found == in_table(table, prefix[at]), "a row sees keys and values that are not its own"
 
     def _move(self, output: SchedulerOutput, failing: bool) -> None:
-        """Performs the moves before a step: blocks are saved, adapters loaded, states and blocks copied."""
-        self.states.prepare(output, failing)
+        """Performs the moves before a step: pages are saved, adapters loaded, states and blocks copied."""
         tier = output.message(TierMessage)
         for save in () if tier is None or failing else tier.saves:
             assert self.tier is not None
-            self.tier.keep(save, [list(self.memory[block]) for block in save.tables[0]])
+            self.tier.keep(save, self.memory, self.states.seen)
+        self.states.prepare(output, failing)
         for adapter_index, adapter in output.adapters:
             assert adapter_index < self.setup.adapter_places
             self.adapters[adapter_index] = adapter
@@ -407,9 +407,8 @@ class SimulatedDevice:
         self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
         tier = output.message(TierMessage)
         for load in () if tier is None else tier.loads:
-            for block in load.tables[0]:
-                if block >= 0:
-                    self.memory[block] = [None] * self.setup.size
+            assert self.tier is not None
+            self.tier.begin(load, self.memory, self.states.seen)
             self.arriving.setdefault(load.load, (self.setup.tier_delay, []))[1].append(load)
         arrived = [self.arrive(number) for number, (steps, _) in list(self.arriving.items()) if steps <= 0]
         return {TierMessage.extension: arrived} if arrived else {}
@@ -420,12 +419,7 @@ class SimulatedDevice:
         _, loads = self.arriving.pop(number)
         faults = self.setup.tier_faults
         count = number % len(loads) if faults and number % faults == 0 else len(loads)
-        pages = self.tier.bring(loads, count)
-        for load, cells in zip(loads, pages, strict=False):
-            for block, kept in zip(load.tables[0], cells, strict=True):
-                if block >= 0:
-                    self.memory[block] = list(kept)
-        return number, len(pages)
+        return number, self.tier.bring(loads, count, self.memory, self.states.seen)
 
     def _draft(self, row: Row, count: int, prefix: list[int]) -> None:
         """Guess so many tokens behind the newest, mostly right; a drafter's keys of all of them have blocks."""

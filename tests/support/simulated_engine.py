@@ -182,12 +182,16 @@ class SimulatedEngine:
 
     def run(self) -> None:
         """Until nothing is left to do; then nothing may be left behind."""
+        self.run_requests()
+        self.check_idle()
+
+    def run_requests(self) -> None:
+        """Until nothing is left to do."""
         for _ in range(LONG_ENOUGH):
             if not self.core.has_work:
                 break
             self.step()
         assert not self.core.has_work, "the engine does not come to an end"
-        self.check_idle()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         """The executor's side: what was scheduled obeys every limit."""

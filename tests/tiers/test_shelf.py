@@ -85,7 +85,7 @@ def test_a_store_that_hangs_is_late() -> None:
     shelf, clock = shelf_of(store)
     keep(store, 1)
     store.waits = {"get"}
-    price = shelf.seconds([name_of(1)], 1000)
+    price = shelf.seconds([(name_of(1), 1000)])
     for number in range(3):
         wanted = pieces(1)
         shelf.load(number, [wanted])

@@ -6,6 +6,7 @@ scheduler, and only in engines that need them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -66,22 +67,38 @@ def blocks_of_page(block_size: int) -> int:
     return max(1, PAGE_TOKENS // block_size)
 
 
-class PageSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Keep the keys and values of a page: `tables` has its blocks in each block table, or none of a table.
+class Part(Enum):
+    """A part of what the cache has of a page's tokens. Each is kept, found and loaded by itself, under the same key."""
 
-    `key` is the content key of its last block.
+    BLOCKS = "blocks"
+    """Keys and values of layers without a window."""
+    WINDOWS = "windows"
+    """Those of layers with a window, in all of their block tables."""
+    STATE = "state"
+    """The state of layers after the last token."""
+
+
+class PageSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Keep parts of a page: `tables` has its blocks in each block table, or none of a table.
+
+    `key` is the content key of its last block. `state` is its state; NO_STATE: none is kept.
     """
 
     key: bytes
     tables: list[list[int]]
+    state: int = NO_STATE
 
 
 class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One page of a load, which come in order. It is written to the blocks of `tables`; -1: this block is not."""
+    """One part of a page of a load, which come in order.
+
+    It is written to the blocks of `tables`, of which -1 are left out, or to a `state`.
+    """
 
     load: int
     key: bytes
     tables: list[list[int]]
+    state: int = NO_STATE
 
 
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
@@ -122,7 +139,7 @@ class ImageMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
 
 
 class TierIndex(Protocol):
-    """Knows which pages are kept, by their content keys, and whether loading them pays.
+    """Knows which parts of pages are kept, by their content keys, and whether loading them pays.
 
     The scheduler calls it while it plans a step, so each method returns at once: it asks no disk and no network. It may
     be wrong: a page that is not there, or comes too late, is a shorter load.
@@ -131,19 +148,19 @@ class TierIndex(Protocol):
     identity: bytes
     """What the content keys begin with: the model, its number formats, the size of blocks."""
 
-    def wants(self, key: bytes) -> bool:
-        """Returns whether a page that is written should be saved; False if it is kept already."""
+    def wants(self, key: bytes, part: Part) -> bool:
+        """Returns whether a part that is written should be saved; False if it is kept already."""
         ...
 
-    def source(self, key: bytes) -> str | None:
-        """Returns the name of the store from which a page would be loaded now; None: probably none has it."""
+    def source(self, key: bytes, part: Part) -> str | None:
+        """Returns the name of the store from which a part would be loaded now; None: probably none has it."""
         ...
 
-    def pays(self, keys: Sequence[bytes], start: int, end: int) -> bool:
+    def pays(self, pages: Sequence[tuple[bytes, Part]], start: int, end: int) -> bool:
         """Returns whether loading pages is faster than computing the tokens `start` to `end` of a prompt."""
         ...
 
-    def ask(self, keys: Iterable[bytes]) -> int | None:
+    def ask(self, pages: Iterable[tuple[bytes, Part]]) -> int | None:
         """Begins to ask distant stores for pages. Returns what `answered` takes; None: there is nothing to wait for."""
         ...
 

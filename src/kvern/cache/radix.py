@@ -266,13 +266,14 @@ class CacheMemory(NamedTuple):
     """The parts of a KV cache that its extensions work with.
 
     `pool` has the blocks of the prefix tree. `memory` has those that take memory: the same pool, except in a model
-    whose layers all have a window.
+    whose layers all have a window. `extensions`: those that were made before.
     """
 
     pool: BlockPool
     memory: BlockPool
     tree: RadixCache
     block_size: int
+    extensions: Sequence[object] = ()
 
 
 class CachedPrefix(NamedTuple):

@@ -3,6 +3,7 @@
     admit --take---> a state of the request's own: zeros, or a copy of the state kept at the node where it continues
     fork  ---------> a copy of the parent's state
     leave ---------> the node of the request's last token gets the state, without a copy; otherwise it becomes free
+    a tier --reserve--> loads a state; `settle`: a node gets it, or it becomes free
 
 The state that a node has is the state after the last of its tokens, and it never changes. A request can continue only
 where a node has a state. The states of running requests are never taken from them. Those of nodes are, the least
@@ -36,32 +37,39 @@ class _Held:
 
 @dataclass
 class _Kept:
-    """The state of a node, and the step after which it is the state of the node's last token."""
+    """The state of a node, and the step after which it is the state of the node's last token.
+
+    `is_copy`: of a prompt's state. Another has been a request's own, and stages may not know yet which drafts it saw.
+    """
 
     index: int
     step: int
+    is_copy: bool = False
 
 
 class StatePool(CacheExtension):
     """Allocates the states 0 to capacity - 1, and says which are copied or zeroed before the next step.
 
-    A prompt's last state is not kept if it is fewer than `apart` tokens after the state before it.
+    States of prompts are kept at ends of so many `page_blocks`, with which a tier finds them. A prompt's last state is
+    not kept if it is fewer than `apart` tokens after the state before it.
     """
 
     name = StateMessage.extension
-    excludes = frozenset({"windows", "tier"})
+    excludes = frozenset({"windows"})
 
-    def __init__(self, capacity: int, apart: int, memory: CacheMemory) -> None:
+    def __init__(self, capacity: int, apart: int, memory: CacheMemory, page_blocks: int = 1) -> None:
         self.capacity = capacity
         self._apart = apart
         self._tree = memory.tree
         self._block_size = memory.block_size
+        self._mark_tokens = page_blocks * memory.block_size
         self._free = list(range(capacity - 1, -1, -1))
         self._held: dict[Request, _Held] = {}
         self._kept: OrderedDict[Node, _Kept] = OrderedDict()
         self._copies: list[tuple[int, int]] = []
         self._copied: list[Node] = []  # the next step copies their states
         self._given: list[tuple[int, int]] = []
+        self._reserved: set[int] = set()  # states that are being loaded
         self._at_marks: list[Request] = []  # a copy of their states is kept as the step being planned leaves them
 
     def state_of(self, request: Request) -> int:
@@ -77,6 +85,25 @@ class StatePool(CacheExtension):
     def is_written(self, node: Node) -> bool:
         """True if the steps that compute and copy the node's state have returned."""
         return node in self._kept and node not in self._copied and self._kept[node].step <= self._tree.completed
+
+    def copy_at(self, node: Node) -> int:
+        """The copy of a prompt's state that the node has, or will have after the next step; NO_STATE: it has none."""
+        kept = self._kept.get(node)
+        return NO_STATE if kept is None or not kept.is_copy else kept.index
+
+    def reserve(self) -> int:
+        """A state to be loaded, of those for which there is room."""
+        index = self._acquire()
+        self._reserved.add(index)
+        return index
+
+    def settle(self, index: int, node: Node | None, step: int) -> None:
+        """A reserved state was loaded, with a load of this step, and is that of a node; None: it was not loaded."""
+        self._reserved.remove(index)
+        if node is None:
+            self._free.append(index)
+        else:
+            self.keep(node, index, step)
 
     @property
     def kept(self) -> Sequence[Node]:
@@ -95,7 +122,7 @@ class StatePool(CacheExtension):
         source = NO_STATE if prefix.last is None else self._kept[prefix.last].index
         size = self._block_size
         cached = len(prefix.path) * size + prefix.shared, prefix.known * size
-        marks = state_marks(request, cached, size, self._apart) if prefix.known >= 0 else ()
+        marks = state_marks(request, cached, self._mark_tokens, self._apart) if prefix.known >= 0 else ()
         self._held[request] = _Held(prefix.last, source, marks)
 
     def has_room(self) -> bool:
@@ -158,7 +185,7 @@ class StatePool(CacheExtension):
                 return False
             copy = self._acquire()
             self._copies.append((self._held[request].index, copy))
-            self.keep(node, copy, step)
+            self._kept[node] = _Kept(copy, step, is_copy=True)
             self._copied.append(node)
         return True
 
@@ -200,7 +227,7 @@ class StatePool(CacheExtension):
 
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         owned = [held.index for held in self._held.values() if held.index != NO_STATE]
-        states = [*self._free, *(kept.index for kept in self._kept.values()), *owned]
+        states = [*self._free, *(kept.index for kept in self._kept.values()), *owned, *self._reserved]
         assert sorted(states) == list(range(self.capacity)), "states do not add up"
         assert self._held.keys() <= set(running), "a request that does not run has a state"
         return 0
@@ -212,13 +239,15 @@ class StatePool(CacheExtension):
         return self._free.pop()
 
 
-def state_marks(request: Request, cached: tuple[int, int], block_size: int, apart: int) -> tuple[int, ...]:
+def state_marks(request: Request, cached: tuple[int, int], every: int, apart: int) -> tuple[int, ...]:
     """The ends of blocks at which other requests are likely to continue: the last known block, and the prompt's last.
 
-    The last token of the prompt is left out, because it has to be computed in any case. `cached`: the tokens that the
-    request continues from, and those of blocks that the prefix tree knows. A mark costs a step: the prompt's own is
-    left out if it is fewer than `apart` tokens after the state before it.
+    They are multiples of `every` tokens, of one block or of a page. The last token of the prompt is left out, because
+    it has to be computed in any case. `cached`: the tokens that the request continues from, and those of blocks that
+    the prefix tree knows. A mark costs a step: the prompt's own is left out if it is fewer than `apart` tokens after
+    the state before it.
     """
-    (start, known), end = cached, (request.prompt_length - 1) // block_size * block_size
+    start, known = cached
+    known, end = (tokens // every * every for tokens in (known, request.prompt_length - 1))
     marks = (known,) if known > start else ()
     return (*marks, end) if end - max(known, start) >= apart else marks

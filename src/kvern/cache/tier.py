@@ -6,27 +6,36 @@
     it is the next to run, and a tier has its next pages --lookup--> blocks are allocated; `loads` of the next step,
         which begin after it; the request is LOADING --report--> the blocks enter the prefix tree, and it is WAITING
 
-A page has `page_blocks` blocks, and the content key (`cache/keys.py`) of the last. The scheduler asks an index
-(`TierIndex`); the bytes are moved in the worker (`runner/tiered.py`). While loads are on their way the worker reports
-with each step which of them have ended, with several ranks those that have ended on all. A load that fails is reported
-as shorter and never raised: a step that raises has a request to blame. What was loaded is ordinary cached prefix: the
-request is then admitted like any other, and so are all that waited for the same blocks.
+A page has `page_blocks` blocks, and the content key (`cache/keys.py`) of the last. What the cache has of its tokens
+are its parts (`Part`), each of which is saved and loaded by itself: blocks, those of layers with a window, and the
+state after its last token. A request can continue at the end of a page if the tree or the tier has the blocks of all
+pages up to there, the windows' blocks as far back as a window reaches, and the state. The deepest such end is loaded,
+and no window's block before it that no query sees.
+
+The scheduler asks an index (`TierIndex`); the bytes are moved in the worker (`runner/tiered.py`). While loads are on
+their way the worker reports with each step which of them have ended, with several ranks those that have ended on all. A
+load that fails is reported as shorter and never raised: a step that raises has a request to blame. What was loaded is
+ordinary cached prefix: the request is then admitted like any other, and so are all that waited for the same pages.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, takewhile
+from itertools import chain, takewhile
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
 
+from kvern.cache.allocation import Allocation
 from kvern.cache.extension import CacheExtension
 from kvern.cache.keys import block_keys
-from kvern.cache.messages import PageLoad, PageSave, TierIndex, TierMessage
-from kvern.cache.radix import CacheMemory, Node
+from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, TierIndex, TierMessage
+from kvern.cache.radix import CachedPrefix, CacheMemory, Node
+from kvern.cache.states import StatePool
+from kvern.cache.windows import Blocks, WindowedBlocks
 from kvern.request.events import EngineStatistics
 from kvern.request.request import Request, State
+from kvern.request.spans import cut
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 
 LEFT_OUT = -1
@@ -34,44 +43,79 @@ LEFT_OUT = -1
 
 
 class _Page(NamedTuple):
-    """A page of a prompt: the number of blocks up to its end, and the store that had it when it was looked for."""
+    """A part of a page that is to be loaded, the number of blocks up to its end, and the store that has it.
+
+    `windows`: the numbers of the blocks of layers with a window that are loaded.
+    """
 
     key: bytes
+    part: Part
     end: int
     store: str
+    windows: Sequence[int] = ()
 
 
 @dataclass(eq=False)
 class _Load:
     """Pages that are being loaded to `blocks`, which follow `path`, whose nodes stay; no request has them yet.
 
-    The first `known` blocks of the first page are in the path.
+    The first `known` blocks were in the tree, where a request could continue from `usable` tokens. `windows` has the
+    blocks of layers with a window by their numbers.
     """
 
     namespace: bytes
     path: list[Node]
-    known: int
+    usable: int
     contents: list[tuple[int, ...]]
     pages: list[_Page]
     blocks: list[int]
     step: int
-    waiting: list[Request] = field(default_factory=list)
+    waiting: list[Request]
+    windows: dict[int, Blocks]
+    state: int = NO_STATE
+    known: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known = len(self.path)
+
+
+class _Prompt(NamedTuple):
+    """What the prefix tree has of a request: `path`, and `usable` tokens, from which it can continue now.
+
+    `contents` has one integer for each position, `sources` the stores that have parts of pages, as far as was asked.
+    """
+
+    request: Request
+    contents: Sequence[int]
+    path: list[Node]
+    usable: int
+    sources: dict[tuple[bytes, Part], str | None]
 
 
 class TierTraffic(CacheExtension):
     """The transfers to and from a tier, and the requests that wait for loads."""
 
     name = TierMessage.extension
-    excludes = frozenset({"states", "windows"})
 
     def __init__(self, tier: TierIndex, page_blocks: int, memory: CacheMemory) -> None:
+        """The extensions for windows and states, if there are any, have been made before."""
         self._tier = tier
         self._page_blocks = page_blocks
         self._pool = memory.pool
+        self._memory = memory.memory
         self._tree = memory.tree
         self._block_size = memory.block_size
-        self._offers: dict[Node, None] = {}
-        """Nodes that end a page and are not written yet."""
+        before = [each for each in memory.extensions if isinstance(each, CacheExtension)]
+        self._blocks = Allocation(memory, before)
+        self._windows = next((each for each in before if isinstance(each, WindowedBlocks)), None)
+        self._states = next((each for each in before if isinstance(each, StatePool)), None)
+        self._window_member = 0 if self._windows is None else 1 + before.index(self._windows)
+        self._has_blocks = memory.pool is memory.memory
+        """The blocks of the first block table hold something."""
+        self._offers: dict[Node, int] = {}
+        """Nodes that end a page, and the steps after which it is written."""
+        self._offered_states: dict[Node, None] = {}
+        """Nodes that are written, and whose states may be written soon."""
         self._saves: list[PageSave] = []
         self._loads: list[PageLoad] = []
         self._ended: list[int] = []
@@ -83,7 +127,7 @@ class TierTraffic(CacheExtension):
         """Waiting requests for which a load was decided on, which happens once at most while a request waits."""
         self._stores = [*tier.figures()]
         self._came: WeakKeyDictionary[Request, list[tuple[str, int, int]]] = WeakKeyDictionary()
-        """What has been loaded for waiting requests: the store, the first token of each page, and the one after it."""
+        """What has been loaded for waiting requests: the store, the first token that it gave, and the one after it."""
         self._questions: dict[Request, int] = {}
         self._unanswered: dict[Request, None] = {}
         """Requests that wait for what distant stores answer."""
@@ -96,8 +140,8 @@ class TierTraffic(CacheExtension):
         statistics.stores = self._tier.figures()
 
     def arrived(self, request: Request, contents: Sequence[int]) -> None:
-        path, _, _ = self._tree.match(request.cache_namespace, contents, request.most_cached)
-        question = self._tier.ask(key for key, _ in self._pages(request, path, contents))
+        prompt = self._prompt(request, contents)
+        question = self._tier.ask(self._parts(prompt))
         if question is not None:
             self._questions[request] = question
 
@@ -124,32 +168,86 @@ class TierTraffic(CacheExtension):
 
     def publish(self, request: Request, index: int, node: Node, step: int) -> None:
         if (index + 1) % self._page_blocks == 0:
-            self._offers[node] = None
+            self._offers.pop(node, None)
+            self._offers[node] = step
 
     def completed(self, step: int) -> None:
         """Pages that are written now are saved by the next step, whatever it evicts."""
         self._completed = step
-        for node in [*takewhile(self._tree.is_written, self._offers)]:
+        for node in [*takewhile(lambda node: self._offers[node] <= step, self._offers)]:
             del self._offers[node]
+            self._save(self._tree.key(node), self._nodes_of(node))
+            if self._states is not None:
+                self._offered_states[node] = None
+        if self._states is not None:
+            self._save_states(self._states)
+
+    def _save(self, key: bytes, nodes: Sequence[Node]) -> None:
+        """Save the blocks of a page, as far as a store lacks them, and all tables have the whole page."""
+        tables: list[list[int]] = [[]]
+        if self._has_blocks and self._tier.wants(key, Part.BLOCKS):
+            tables[0] = [node.block for node in nodes]
+        if self._windows is not None:
+            held = self._windows.written(nodes)
+            wanted = bool(held) and self._tier.wants(key, Part.WINDOWS)
+            tables += [list(column) if wanted else [] for column in held or [()] * self._windows.tables]
+        if any(tables):
+            self._saves.append(PageSave(key, tables))
+
+    def _save_states(self, states: StatePool) -> None:
+        """Save the states that are written now: each is copied by the step after the one that computes it."""
+        for node in [*self._offered_states]:
+            if (state := states.copy_at(node)) != NO_STATE and not states.is_written(node):
+                continue
+            del self._offered_states[node]
             key = self._tree.key(node)
-            if self._tier.wants(key):
-                self._saves.append(PageSave(key, [self._blocks_of(node)]))
+            if state != NO_STATE and self._tier.wants(key, Part.STATE):
+                self._saves.append(PageSave(key, [[]], state))
 
-    def _blocks_of(self, node: Node) -> list[int]:
-        """The blocks of the page that ends with a node."""
-        blocks = [node.block]
-        while len(blocks) < self._page_blocks:
-            assert node.parent is not None
-            node = node.parent
-            blocks.append(node.block)
-        return blocks[::-1]
+    def _nodes_of(self, node: Node) -> list[Node]:
+        """The nodes of the page that ends with a node."""
+        nodes = [node]
+        while len(nodes) < self._page_blocks:
+            assert nodes[-1].parent is not None
+            nodes.append(nodes[-1].parent)
+        return nodes[::-1]
 
-    def _pages(self, request: Request, path: Sequence[Node], contents: Sequence[int]) -> Iterator[tuple[bytes, int]]:
-        """The pages of a prompt that end behind a path: their keys, and the numbers of blocks up to their ends."""
-        size, known = self._block_size, len(path)
+    def _prompt(self, request: Request, contents: Sequence[int]) -> _Prompt:
+        path, partial, shared = self._tree.match(request.cache_namespace, contents, request.most_cached)
+        prefix = CachedPrefix(path, partial, shared, len(path))
+        for extension in (self._windows, self._states):
+            if extension is not None:
+                prefix = extension.match(prefix, None)
+        return _Prompt(request, contents, path, len(prefix.path) * self._block_size + prefix.shared, {})
+
+    def _pages(self, prompt: _Prompt) -> Iterator[tuple[bytes, int]]:
+        """The pages behind a prompt's path: their keys, and the numbers of blocks up to their ends."""
+        size, path = self._block_size, prompt.path
+        known, request = len(path), prompt.request
         parent = self._tree.key(path[-1]) if path else self._tree.root_key(request.cache_namespace)
-        keys = block_keys(parent, contents[known * size : request.most_cached], size)
+        keys = block_keys(parent, prompt.contents[known * size : request.most_cached], size)
         return ((key, end) for end, key in enumerate(keys, known + 1) if end % self._page_blocks == 0)
+
+    def _known_pages(self, prompt: _Prompt) -> Iterator[tuple[bytes, int]]:
+        """The pages of a prompt's path that a load may need parts of."""
+        if self._windows is None and self._states is None:
+            return
+        first = prompt.usable // self._block_size
+        if self._windows is not None:
+            first = self._windows.first_seen(prompt.usable)
+        for end in range(first // self._page_blocks * self._page_blocks, len(prompt.path) + 1, self._page_blocks):
+            if end:
+                yield self._tree.key(prompt.path[end - 1]), end
+
+    def _parts(self, prompt: _Prompt) -> Iterator[tuple[bytes, Part]]:
+        """The parts of pages that a load may need."""
+        for key, end in chain(self._known_pages(prompt), self._pages(prompt)):
+            if self._has_blocks and end > len(prompt.path):
+                yield key, Part.BLOCKS
+            if self._windows is not None:
+                yield key, Part.WINDOWS
+            if self._states is not None:
+                yield key, Part.STATE
 
     def lookup(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> bool:
         """Load the pages that follow what the prefix tree has of a request, if the tier has any and it pays.
@@ -161,57 +259,140 @@ class TierTraffic(CacheExtension):
         if request in self._questions and not self._tier.answered(self._questions[request]):
             self._unanswered[request] = None
             return True
-        path, _, _ = self._tree.match(request.cache_namespace, contents, request.most_cached)
-        pages = self._pages(request, path, contents)
-        first = next(pages, None)
-        if first is None:
+        prompt = self._prompt(request, contents)
+        page_tokens = self._page_blocks * self._block_size
+        if request.most_cached // page_tokens * page_tokens <= prompt.usable:
             return False
-        if first[0] in self._arriving:
+        following = self._pages(prompt)
+        first = next(following, None)
+        if first is not None and first[0] in self._arriving:
             self._arriving[first[0]].waiting.append(request)
             return True
-        start = len(path) * self._block_size
-        if not self._fits(path, -(-(len(contents) - start) // self._block_size) + reserve):
+        if not self._fits(prompt, prompt.usable, reserve):
             return False
-        found = [*self._kept(chain([first], pages))]
-        if not found:
+        pages = self._find(prompt, following if first is None else chain([first], following))
+        if not pages:
             return False
+        end = pages[-1].end * self._block_size
+        if not self._fits(prompt, end, reserve):
+            return False
+        if self._states is not None and not self._states.has_room():
+            return False
+        arriving = next((self._arriving[page.key] for page in pages if page.key in self._arriving), None)
+        if arriving is not None:
+            arriving.waiting.append(request)
+            return True
         self._asked.add(request)
-        if not self._tier.pays([page.key for page in found], start, found[-1].end * self._block_size):
+        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end):
             return False
-        self._begin(request, path, contents, found, step)
+        self._begin(prompt, pages, step)
         return True
 
-    def _kept(self, pages: Iterable[tuple[bytes, int]]) -> Iterator[_Page]:
-        """The leading pages that a store has."""
-        for key, end in pages:
-            store = self._tier.source(key)
-            if store is None:
-                return
-            yield _Page(key, end, store)
+    def _fits(self, prompt: _Prompt, computed: int, reserve: int) -> bool:
+        """True if a request that continues after `computed` tokens would fit."""
+        tokens = len(prompt.contents)
+        path = prompt.path
+        needed = [0] * len(self._blocks.tables)
+        needed[0] = -(-tokens // self._block_size) - len(path) + sum(not node.users for node in path)
+        if self._windows is not None:
+            needed[self._window_member] = self._windows.most_needed(computed, tokens)
+        return self._blocks.fit(needed, reserve)
 
-    def _fits(self, path: Sequence[Node], blocks: int) -> bool:
-        unused = sum(not node.users for node in path)
-        return blocks <= self._pool.free_count + self._tree.evictable_count - unused
+    def _find(self, prompt: _Prompt, following: Iterator[tuple[bytes, int]]) -> list[_Page]:
+        """What has to be loaded so that a request can continue as late as possible; nothing if it cannot later."""
+        beyond = [*takewhile(lambda page: not self._has_blocks or self._has(prompt, page[0], Part.BLOCKS), following)]
+        if self._windows is None and self._states is None:
+            return [_page(prompt, key, Part.BLOCKS, end) for key, end in beyond]
+        keys = {end: key for key, end in chain(self._known_pages(prompt), beyond)}
+        size, spans = self._block_size, prompt.request.spec.prompt.spans
+        end = max(keys, default=0)
+        while end * size > prompt.usable:
+            missing = self._missing(prompt, keys, end)
+            if missing is None and cut(spans, end * size) == end * size:
+                return self._to_load(prompt, keys, end)
+            end = (end if missing is None else missing) - self._page_blocks
+        return []
 
-    def _begin(
-        self, request: Request, path: list[Node], contents: Sequence[int], pages: list[_Page], step: int
-    ) -> None:
-        """Load pages that follow a path."""
-        size, known = self._block_size, len(path) % self._page_blocks
-        count = len(pages) * self._page_blocks - known
-        self._tree.acquire(path)
-        self._tree.evict(count - self._pool.free_count)
-        blocks = self._pool.allocate(count)
-        starts = range(len(path) * size, (len(path) + count) * size, size)
-        pieces = [tuple(contents[begin : begin + size]) for begin in starts]
+    def _has(self, prompt: _Prompt, key: bytes, part: Part) -> bool:
+        """True if a store has a part of a page, or had it and it is on its way."""
+        if (key, part) not in prompt.sources:
+            prompt.sources[key, part] = "" if key in self._arriving else self._tier.source(key, part)
+        return prompt.sources[key, part] is not None
+
+    def _missing(self, prompt: _Prompt, keys: dict[int, bytes], end: int) -> int | None:
+        """The end of a page of which neither tree nor tier has what a request needs that continues at `end`.
+
+        One that continues after that page and before `end` needs it, too.
+        """
+        if self._states is not None and not self._has(prompt, keys[end], Part.STATE):
+            return end
+        pages = self._window_pages(prompt, end)
+        return next((page for page, _ in pages if not self._has(prompt, keys[page], Part.WINDOWS)), None)
+
+    def _to_load(self, prompt: _Prompt, keys: dict[int, bytes], end: int) -> list[_Page]:
+        """What the tree lacks for a request that continues at `end`: what comes later stands on what is before."""
+        known, per_page = len(prompt.path), self._page_blocks
+        first = known // per_page * per_page + per_page
+        ends = range(first, end + 1, per_page) if self._has_blocks else ()
+        pages = [_page(prompt, keys[page], Part.BLOCKS, page) for page in ends]
+        for page, lacking in self._window_pages(prompt, end):
+            pages.append(_page(prompt, keys[page], Part.WINDOWS, page)._replace(windows=lacking))
+        pages.sort(key=lambda page: page.end)
+        return pages if self._states is None else [*pages, _page(prompt, keys[end], Part.STATE, end)]
+
+    def _window_pages(self, prompt: _Prompt, end: int) -> Iterator[tuple[int, list[int]]]:
+        """The windows' part of what the tree lacks for a request that continues at `end`: ends of pages, and blocks."""
+        if (windows := self._windows) is None:
+            return
+        known, per_page = len(prompt.path), self._page_blocks
+        first = windows.first_seen(end * self._block_size)
+        for page in range(first // per_page * per_page + per_page, end + 1, per_page):
+            lacking = [
+                index
+                for index in range(max(first, page - per_page), page)
+                if index >= known or windows.window_at(prompt.path[index]) is None
+            ]
+            if lacking:
+                yield page, lacking
+
+    def _begin(self, prompt: _Prompt, pages: list[_Page], step: int) -> None:
+        """Load pages of a prompt."""
+        size = self._block_size
+        known = len(prompt.path)
+        end = pages[-1].end
+        numbers = [index for page in pages for index in page.windows]
+        self._tree.acquire(prompt.path)
+        needed = [0] * len(self._blocks.tables)
+        needed[0] = max(0, end - known)
+        if self._windows is not None:
+            needed[self._window_member] = len(numbers) * self._windows.tables
+            self._windows.touch(prompt.path[self._windows.first_seen(end * size) : end])
+        taken = self._blocks.take(needed)
+        pieces = [tuple(prompt.contents[begin : begin + size]) for begin in range(known * size, end * size, size)]
+        windows = {}
+        if self._windows is not None:
+            columns = iter(taken[self._window_member])
+            windows = dict(zip(numbers, zip(*[columns] * self._windows.tables, strict=True), strict=True))
         self._numbers += 1
-        load = _Load(request.cache_namespace, path, known, pieces, pages, blocks, step, [request])
+        namespace, waiting = prompt.request.cache_namespace, [prompt.request]
+        load = _Load(namespace, prompt.path, prompt.usable, pieces, pages, taken[0], step, waiting, windows)
+        if self._states is not None:
+            load.state = self._states.reserve()
         self._loading[self._numbers] = load
-        self._arriving |= {page.key: load for page in pages}
-        targets = [LEFT_OUT] * known + blocks
-        for place, page in enumerate(pages):
-            own = targets[place * self._page_blocks : (place + 1) * self._page_blocks]
-            self._loads.append(PageLoad(self._numbers, page.key, [own]))
+        self._arriving |= dict.fromkeys((page.key for page in pages), load)
+        self._loads += [self._load_of(load, page) for page in pages]
+
+    def _load_of(self, load: _Load, page: _Page) -> PageLoad:
+        """The message of a part of a page of the newest load."""
+        tables: list[list[int]] = [[]]
+        own = range(page.end - self._page_blocks, page.end)
+        if page.part is Part.BLOCKS:
+            tables[0] = [load.blocks[index - load.known] if index >= load.known else LEFT_OUT for index in own]
+        if self._windows is not None:
+            left_out = (LEFT_OUT,) * self._windows.tables
+            columns = zip(*(load.windows[index] if index in page.windows else left_out for index in own), strict=True)
+            tables += map(list, columns)
+        return PageLoad(self._numbers, page.key, tables, load.state if page.part is Part.STATE else NO_STATE)
 
     def placed(self, request: Request) -> None:
         self._asked.discard(request)
@@ -235,23 +416,41 @@ class TierTraffic(CacheExtension):
         if load is None:
             return []
         self._ended.append(number)
-        blocks = max(0, count * self._page_blocks - load.known)
-        for tokens, block in zip(load.contents[:blocks], load.blocks, strict=False):
-            parent = load.path[-1] if load.path else None
-            node = self._tree.insert(load.namespace, parent, tokens, block, load.step)
-            self._tree.acquire([node])
-            load.path.append(node)
         self._note(load, count)
+        for page in load.pages[:count]:
+            self._enter(load, page)
         self._end(load)
         return load.waiting
 
     def _note(self, load: _Load, count: int) -> None:
-        """Remember from where the first pages of a load have come, for all that waited for them."""
-        first = load.pages[0].end - self._page_blocks + load.known
-        bounds = [blocks * self._block_size for blocks in (first, *(page.end for page in load.pages[:count]))]
-        pages = [(page.store, *span) for page, span in zip(load.pages, pairwise(bounds), strict=False)]
+        """Remember from where the first pages of a load have come, for all that waited for them.
+
+        A page gives the tokens from which no request could continue without it.
+        """
+        before = min(load.usable, load.known * self._block_size)
+        pages = []
+        for page in load.pages[:count]:
+            after = max(before, page.end * self._block_size)
+            pages.append((page.store, before, after))
+            before = after
         for request in load.waiting:
             self._came.setdefault(request, []).extend(pages)
+
+    def _enter(self, load: _Load, page: _Page) -> None:
+        """A part of a page has arrived: nodes of the prefix tree have it."""
+        while len(load.path) < page.end:
+            place = len(load.path) - load.known
+            parent = load.path[-1] if load.path else None
+            node = self._tree.insert(load.namespace, parent, load.contents[place], load.blocks[place], load.step)
+            self._tree.acquire([node])
+            load.path.append(node)
+        for index in page.windows:
+            assert self._windows is not None
+            self._windows.give(load.path[index], load.windows[index], load.step)
+        if page.part is Part.STATE:
+            assert self._states is not None
+            self._states.settle(load.state, load.path[page.end - 1], load.step)
+            load.state = NO_STATE
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """All loads are given up; the requests do without them, whatever failed."""
@@ -267,24 +466,37 @@ class TierTraffic(CacheExtension):
 
     def lose(self, node: Node) -> None:
         self._offers.pop(node, None)
+        self._offered_states.pop(node, None)
 
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         blocks = [block for load in self._loading.values() for block in load.blocks]
+        windowed = [block for load in self._loading.values() for block in chain(*load.windows.values())]
         assert all(self._pool.references(block) == 1 for block in blocks), "a block that is being loaded is shared"
-        assert self._arriving.keys() == {key for load in self._loading.values() for key, *_ in load.pages}
+        assert all(self._memory.references(block) == 1 for block in windowed), "a window's block in a load is shared"
+        assert self._arriving.keys() == {page.key for load in self._loading.values() for page in load.pages}
         awaited = {request for load in self._loading.values() for request in load.waiting} | self._unanswered.keys()
         assert awaited >= {request for request in loading if request.state is State.LOADING}, (
             "a request waits for blocks that nobody loads"
         )
-        assert self._offers.keys() <= set(self._tree.nodes()), "a block is offered that was removed"
+        offered = self._offers.keys() | self._offered_states.keys()
+        assert offered <= set(self._tree.nodes()), "a block is offered that was removed"
         assert {load.load for load in self._loads} <= self._loading.keys(), "a load was given up and is still planned"
-        return len(blocks)
+        return len(blocks) + len(windowed)
 
     def _end(self, load: _Load) -> None:
         self._tree.release(load.path)
         self._pool.release(load.blocks)
-        for page in load.pages:
-            del self._arriving[page.key]
+        for blocks in load.windows.values():
+            self._memory.release(blocks)
+        if self._states is not None and load.state != NO_STATE:
+            self._states.settle(load.state, None, load.step)
+        for key in {page.key for page in load.pages}:
+            del self._arriving[key]
+
+
+def _page(prompt: _Prompt, key: bytes, part: Part, end: int) -> _Page:
+    """A part of a page that a store has."""
+    return _Page(key, part, end, prompt.sources[key, part] or "")
 
 
 def _pairs(report: object) -> list[tuple[int, int]]:

@@ -68,7 +68,7 @@ class WindowedBlocks(CacheExtension):
     """The blocks of layers with a window, of requests and of nodes."""
 
     name = WindowMessage.extension
-    excludes = frozenset({"states", "tier"})
+    excludes = frozenset({"states"})
 
     def __init__(self, limits: WindowLimits, memory: CacheMemory) -> None:
         self.limits = limits
@@ -105,6 +105,31 @@ class WindowedBlocks(CacheExtension):
     def first_seen(self, position: int) -> int:
         """The number of the block with the first key that a query at this position sees."""
         return max(0, position + 1 - self.limits.window) // self._block_size
+
+    def written(self, nodes: Sequence[Node]) -> list[Blocks]:
+        """The blocks of all nodes, which are written, for each block table; none if a node lacks them."""
+        windows = [self._nodes.get(node) for node in nodes]
+        held = [window.blocks for window in windows if window is not None and window.step <= self._tree.completed]
+        return list(zip(*held, strict=True)) if len(held) == len(nodes) else []
+
+    def most_needed(self, computed: int, tokens: int) -> int:
+        """The blocks that a request of so many tokens holds when it is admitted to continue after `computed` ones."""
+        until = min(tokens, computed + self.limits.step_tokens + self.limits.window)
+        return (-(-until // self._block_size) - self.first_seen(computed)) * self.limits.tables
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Nodes will be used: their blocks are evicted last."""
+        for node in nodes:
+            window = self._nodes.get(node)
+            if window is not None and not window.users:
+                self._idle(window).move_to_end(node)
+
+    def give(self, node: Node, blocks: Blocks, step: int) -> None:
+        """Let a node that no request uses have blocks after which others will continue, unless it has some."""
+        if node not in self._nodes:
+            self._give(node, blocks, step)
+            self._nodes[node].is_end = True
+            self._ends[node] = None
 
     def match(self, prefix: CachedPrefix, step: int | None) -> CachedPrefix:
         path, partial, shared, known = prefix
@@ -195,10 +220,8 @@ class WindowedBlocks(CacheExtension):
         if window is None:
             return
         if end is not None:
-            if end.node is not None and end.node not in request.nodes[-1:] and end.node not in self._nodes:
-                self._give(end.node, window.blocks[len(request.nodes) - window.start], end.step)
-                self._nodes[end.node].is_end = True
-                self._ends[end.node] = None
+            if end.node is not None and end.node not in request.nodes[-1:]:
+                self.give(end.node, window.blocks[len(request.nodes) - window.start], end.step)
             self._pass(request, self.first_seen(end.known // self._block_size * self._block_size))
         for index, blocks in enumerate(window.blocks, window.start):
             self._release(request, index, blocks, end is not None)

@@ -87,7 +87,7 @@ def build_core(
     """
     spec = describe_model(folder, read_config(folder), config.model_implementation)
     config = usable_tiers(config, spec)
-    if HOST in config.kv_tier and spec.encoder is None and not spec.recurrent:  # all ranks have the same size
+    if HOST in config.kv_tier and spec.encoder is None:  # all ranks have the same size
         options = sized(config.kv_tier, available_memory() // config.data_parallel_size)
         config = dataclasses.replace(config, kv_tier=options)
     if config.ranks > 1:
@@ -246,9 +246,12 @@ def states(config: EngineConfig, layout: Layout) -> MakeExtension | None:
     """The states of recurrent layers, if the model has some."""
     if not layout.states:
         return None
+    from kvern.cache.messages import blocks_of_page
     from kvern.cache.states import StatePool
 
-    return partial(StatePool, layout.states, STATES_APART if layout.device == "cuda" else 1)
+    page_blocks = blocks_of_page(layout.block_size) if config.kv_tier else 1
+    apart = STATES_APART if layout.device == "cuda" else 1
+    return partial(StatePool, layout.states, apart, page_blocks=page_blocks)
 
 
 EXTENSIONS: list[Callable[[EngineConfig, Layout], MakeExtension | None]] = [windows, states]

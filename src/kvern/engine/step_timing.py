@@ -5,7 +5,7 @@ import statistics
 import time
 from collections import deque
 
-from kvern.cache.messages import WindowMessage
+from kvern.cache.messages import NO_STATE, StateMessage, WindowMessage
 from kvern.engine.step_costs import StepCosts
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
@@ -75,6 +75,9 @@ class _Timing:
         numbers = range(layout.window_tables)
         windows = [GrownTable(row, number, 0, table) for number in numbers for row, table in enumerate(tables)]
         self._extensions = WindowMessage(windows).by_name() if windows else {}
+        if layout.states:
+            states = [(row, row) for row in range(rows)]
+            self._extensions |= StateMessage([(NO_STATE, state) for _, state in states], states).by_name()
         self._joining = [NewRequest(row, asked, asked.params, 0, [0], table) for row, table in enumerate(tables)]
 
     def seconds(self, context: int, prompt: tuple[int, int] | None) -> float:

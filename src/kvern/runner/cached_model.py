@@ -16,8 +16,20 @@ if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank
 
 
+class StateStack(NamedTuple):
+    """The states of like layers: their numbers among the layers that have states, and tensors [layers, states, ...]."""
+
+    layers: Sequence[int]
+    tensors: Sequence[Tensor]
+
+
 class RowStates(Protocol):
     """The states of the layers of a model, of each row of the batch."""
+
+    @property
+    def stacks(self) -> "Sequence[StateStack]":
+        """The memory of all layers that have states."""
+        ...
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Zero and copy states, and give rows theirs, as a step says."""

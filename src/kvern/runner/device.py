@@ -38,10 +38,6 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
     if not spec.recurrent:
         return
     refused = {
-        f"kv_tier {config.shown_kv_tier}": (
-            bool(config.kv_tier),
-            "a tier keeps blocks and no states: leave kv_tier out",
-        ),
         "deterministic": (
             config.deterministic,
             "a state's last bits depend on how a prompt is cut into steps: leave deterministic off",

@@ -16,6 +16,7 @@ from kvern.kernels.accepted_drafts import Written, accept_writes
 from kvern.kernels.convolution import Drafts, Runs, accept_inputs
 from kvern.layers.device_states import DeviceStates, Noted
 from kvern.request.step import SchedulerOutput
+from kvern.runner.cached_model import StateStack
 from kvern.spec.mixers import RecurrentSpec
 from kvern.spec.model import ModelSpec
 
@@ -80,6 +81,14 @@ class DeviceStateMemory:
         self._verified: _Verified | None = None
         self._due: deque[_Verified] = deque()
         """Steps with drafts of which a later stage says what is kept, as in `StateMemory`."""
+
+    @property
+    def stacks(self) -> list[StateStack]:
+        """See `RowStates`."""
+        return [
+            StateStack([place for place, other in enumerate(self._mixers) if other == mixer], tensors)
+            for mixer, tensors in self._stacked.items()
+        ]
 
     def prepare(self, output: SchedulerOutput) -> None:
         for counts in output.kept if self._due else ():  # the last stage, which accepts at once, defers none

@@ -128,5 +128,5 @@ def tiered(execute: Execute, tier: "Tier | None", runner: Runner, ranks: Ranks =
 
     execute = computing(execute)
     if tier is not None:
-        execute = TieredSteps(execute, tier, runner.caches[0].device, ranks).execute
+        execute = TieredSteps(execute, tier, tier.device, ranks).execute
     return execute if runner.embeddings is None else EncodedSteps(execute, runner.embeddings, ranks).execute

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvern.drafting.device.drafter import Drafter
     from kvern.drafting.models.head import DraftHead
     from kvern.drafting.models.medusa_heads import MedusaHeads
-    from kvern.runner.cached_model import EmbeddingSource
+    from kvern.runner.cached_model import EmbeddingSource, RowStates
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.spec.vision import VisionSpec
     from kvern.structured.masks import GrammarRows
@@ -70,6 +70,11 @@ class Runner(Protocol):
     """Keys and values of each layer, [2, blocks, block_size, kv_heads, head_dim]."""
     embeddings: "EmbeddingSource | None"
     """What makes rows of embeddings for tokens; None: all tokens have ids alone."""
+
+    @property
+    def states(self) -> "RowStates | None":
+        """The states of layers; None: no layer keeps any."""
+        ...
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""

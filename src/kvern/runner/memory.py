@@ -104,9 +104,9 @@ def bytes_of_reading(spec: ModelSpec, itemsize: int, graphs: Sequence[int]) -> i
     return len(graphs) * GRAPH_BYTES + 16 * spec.hidden_size * itemsize * max(graphs, default=0)
 
 
-def bytes_of_packed(plan: Plan, token_bytes: int) -> int:
-    """Bytes of the ring in which a GPU packs pages for a tier: those of the tokens of a step."""
-    return min(RING_BYTES, plan.max_batch_tokens * token_bytes)
+def bytes_of_packed(plan: Plan, token_bytes: int, state_bytes: int) -> int:
+    """Bytes of the ring in which a GPU packs pages for a tier: those of the tokens of a step, and of a state."""
+    return max(state_bytes, min(RING_BYTES, plan.max_batch_tokens * token_bytes + state_bytes))
 
 
 def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -163,7 +163,6 @@ def choose_groups(config: EngineConfig, spec: ModelSpec, plan: Plan, libraries: 
     obstacles = {
         "windowed_kv_cache is off": config.windowed_kv_cache == "off",
         "the contiguous cache has one block for each sequence": config.kv_cache != "paged",
-        "kv_tier keeps pages of one block table": bool(config.kv_tier),
         "stages would divide the layers of a table": config.pipeline_parallel_size > 1,
         "states of recurrent layers are kept at other places": bool(spec.recurrent),
         "a draft model keeps all tokens": config.draft_model is not None and not groups.whole,

@@ -4,7 +4,8 @@ The payload of a page of one head, of all layers of a block table that have as m
 
     layer | keys, then values (latents: once) | tokens in order | head_dim
 
-It does not depend on how ranks share heads: the page of a head is the same on each rank that has it.
+It does not depend on how ranks share heads: the page of a head is the same on each rank that has it. States of layers
+are moved likewise, with a page for each layer: their tensors, as [1, states, 1, layers, numbers].
 """
 
 from collections.abc import Sequence
@@ -14,19 +15,26 @@ from typing import Any, Protocol
 
 import torch
 
+from kvern.cache.messages import Part
 from kvern.ranks.ranks import Ranks
+from kvern.runner.cached_model import StateStack
 from kvern.spec.mixers import AttentionSpec
 from kvern.tiers.host import HostStore
 from kvern.tiers.page_memory import HostPages, PageMemory, Piece
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.shelf import MOST_WRITING
 
+STATES = -1
+"""In the place of a block table: states of layers."""
+
 
 @dataclass(frozen=True)
 class HeadGroup:
     """Layers of one block table that have as many KV heads, and of these the heads of one rank.
 
-    caches       of each layer [stored, blocks, block_size, heads, head_dim], of any dtype
+    table        its number; STATES: the blocks are states
+    caches       of each layer [stored, blocks, block_size, heads, head_dim], of any dtype; the blocks may stand apart,
+                 as strides say
     kinds        for each head what a page of it is, as bytes for its name
     is_own       False: a rank before this one has the same heads, and saves their pages for all
     block_bytes  the bytes of a head in a block
@@ -37,6 +45,13 @@ class HeadGroup:
     kinds: Sequence[bytes]
     is_own: bool
     block_bytes: int
+
+    @property
+    def part(self) -> Part:
+        """What its pages are parts of."""
+        if self.table == STATES:
+            return Part.STATE
+        return Part.WINDOWS if self.table else Part.BLOCKS
 
 
 class PageMover(PageMemory, Protocol):
@@ -160,6 +175,21 @@ def _pages(group: HeadGroup, blocks: Sequence[int]) -> Sequence[_Page]:
     return [_Page(pages, memoryview(row.numpy())) for row in memory]
 
 
+def state_groups(layers: Sequence[int], stacks: Sequence[StateStack], ranks: Ranks) -> list[HeadGroup]:
+    """The states of one rank's share of layers, of which each stands in the place of a head.
+
+    `layers`: the places in the whole model of those that have states.
+    """
+    found = []
+    for stack in stacks:
+        caches = [tensor.flatten(2).transpose(0, 1)[None, :, None] for tensor in stack.tensors]
+        shapes = [(*tensor.shape[2:], str(tensor.dtype)) for tensor in stack.tensors]
+        kinds = [repr(("state", ranks.rank, ranks.size, layers[place], shapes)).encode() for place in stack.layers]
+        width = sum(cache.shape[-1] * cache.element_size() for cache in caches)
+        found.append(HeadGroup(STATES, caches, [blake2b(kind, digest_size=32).digest() for kind in kinds], True, width))
+    return found
+
+
 def head_groups(
     caches: Sequence[torch.Tensor],
     attentions: Sequence[AttentionSpec],
@@ -171,13 +201,13 @@ def head_groups(
     """The groups of heads in the caches of one rank.
 
     `attentions`: of the whole model; `layers`: their places in it; `tables`: their block tables; `scales`: of a cache
-    in 8 bits, [2, the rank's heads].
+    in 8 bits, [2, the rank's heads]. Those of layers without a window come first.
     """
     members: dict[tuple[int, int], list[int]] = {}
     for place, attention in enumerate(attentions):
         members.setdefault((tables[place], attention.kv_heads), []).append(place)
     found = []
-    for (table, whole), places in members.items():
+    for (table, whole), places in sorted(members.items(), key=lambda member: member[0][0]):
         own = [caches[place] for place in places]
         count = own[0].shape[3]
         copies = max(1, count * ranks.size // whole)

@@ -11,6 +11,7 @@ from kvern.attention.memory import zero_cache
 from kvern.cache.messages import StateMessage
 from kvern.layers.states import StepStates, allocate
 from kvern.request.step import ScheduledTokens, SchedulerOutput
+from kvern.runner.cached_model import StateStack
 from kvern.spec.model import ModelSpec
 
 
@@ -27,6 +28,11 @@ class StateMemory:
         self._step: StepStates | None = None
         self._due: deque[StepStates] = deque()
         """Steps with drafts of which a later stage says what is kept, when that is known."""
+
+    @property
+    def stacks(self) -> list[StateStack]:
+        """See `RowStates`."""
+        return [StateStack([place], [own[None] for own in tensors]) for place, tensors in enumerate(self._layers)]
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Before a step: states see drafts, then are zeroed and copied in order; rows that fork or join have theirs."""

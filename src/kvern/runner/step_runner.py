@@ -62,6 +62,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self._rows = model.rows
         self.caches = model.attention.caches
         self.embeddings = model.embeddings
+        self.states = model.states
         self._ranks = loaded.ranks
         self._processors = loaded.processors
         self._make_grammars = loaded.grammars

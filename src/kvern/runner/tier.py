@@ -1,21 +1,37 @@
 """The tier of a rank: which pages its stores have, what they cost, and the copies to and from the KV cache."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
-from kvern.cache.messages import PageLoad, PageSave, blocks_of_page
+from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_page
 from kvern.request.store_figures import StoreFigures
-from kvern.runner.page_mover import HeadGroup, PageMover
+from kvern.runner.page_mover import STATES, HeadGroup, PageMover
 from kvern.tiers.page_memory import Piece
 from kvern.tiers.pages import HEADER_BYTES, page_name
 from kvern.tiers.shelf import Shelf
 
 MOST_ASKED = 1024
-"""Pages of a prompt about which distant stores are asked."""
+"""Parts of pages of a prompt about which distant stores are asked."""
 
 Seconds = Callable[[int, int], float]
+
+
+def blocks_of(group: HeadGroup, page: PageSave | PageLoad) -> Sequence[int]:
+    """The blocks of a page, or the state, that a group of heads moves; none, or only -1: it moves nothing."""
+    return [page.state] if group.table == STATES else page.tables[group.table]
+
+
+def parts_of(save: PageSave) -> list[Part]:
+    """What is saved of a page."""
+    is_saved = {
+        Part.BLOCKS: bool(save.tables[0]),
+        Part.WINDOWS: any(save.tables[1:]),
+        Part.STATE: save.state != NO_STATE,
+    }
+    return [part for part, is_there in is_saved.items() if is_there]
 
 
 class Tier:
@@ -32,39 +48,51 @@ class Tier:
         self.computing: Seconds | None = None
         """The seconds in which the tokens of a prompt between two positions are computed; None: nobody knows."""
         self._mover = mover
-        self._first = mover.groups[0].kinds[0]
-        self._block_size = block_size
-        self._page_blocks = blocks_of_page(block_size)
-        payloads = [len(group.kinds) * (HEADER_BYTES + self._page_blocks * group.block_bytes) for group in mover.groups]
-        self.page_bytes = sum(payloads)
-        """The bytes of all pages of this rank for `page_blocks` blocks."""
+        page_blocks = blocks_of_page(block_size)
+        self._page_tokens = page_blocks * block_size
+        self.device = mover.groups[0].caches[0].device
+        self._counted = mover.groups[0].part
+        """The part whose pages count tokens."""
+        self._first: dict[Part, bytes] = {}
+        """The kind of the page that stands for all of a part, of those that this rank has."""
+        self._bytes: defaultdict[Part, int] = defaultdict(int)
+        for group in mover.groups:
+            self._first.setdefault(group.part, group.kinds[0])
+            payload = group.block_bytes * (1 if group.table == STATES else page_blocks)
+            self._bytes[group.part] += len(group.kinds) * (HEADER_BYTES + payload)
         self._loads: dict[int, list[list[Piece]]] = {}
 
-    def _name(self, key: bytes) -> bytes:
-        """The page that stands for all with this key."""
-        return page_name(self.identity, self._first, key)
+    def _name(self, key: bytes, part: Part) -> bytes:
+        """The page that stands for all of a part."""
+        return page_name(self.identity, self._first[part], key)
 
-    def wants(self, key: bytes) -> bool:
+    def wants(self, key: bytes, part: Part) -> bool:
         """See `TierIndex`."""
-        return self.shelf.wants([self._name(key)])
+        return part not in self._first or self.shelf.wants([self._name(key, part)])
 
-    def source(self, key: bytes) -> str | None:
+    def source(self, key: bytes, part: Part) -> str | None:
         """See `TierIndex`."""
-        found = self.shelf.find(self._name(key))
+        if part not in self._first:
+            return self.shelf.stores[0].name
+        found = self.shelf.find(self._name(key, part))
         return None if found is None else found.name
 
-    def pays(self, keys: Sequence[bytes], start: int, end: int) -> bool:
+    def pays(self, pages: Sequence[tuple[bytes, Part]], start: int, end: int) -> bool:
         """See `TierIndex`."""
         if self.computing is None:
             return True
-        if self.shelf.seconds(map(self._name, keys), self.page_bytes) <= self.computing(start, end):
+        sizes = ((self._name(key, part), self._bytes[part]) for key, part in pages if part in self._first)
+        if self.shelf.seconds(sizes) <= self.computing(start, end):
             return True
         self.shelf.refused(end - start)
         return False
 
-    def ask(self, keys: Iterable[bytes]) -> int | None:
+    def ask(self, pages: Iterable[tuple[bytes, Part]]) -> int | None:
         """See `TierIndex`."""
-        return self.shelf.ask([*map(self._name, islice(keys, MOST_ASKED))]) if self.shelf.has_distant else None
+        if not self.shelf.has_distant:
+            return None
+        own = (page for page in pages if page[1] in self._first)
+        return self.shelf.ask([self._name(key, part) for key, part in islice(own, MOST_ASKED)])
 
     def answered(self, question: int) -> bool:
         """See `TierIndex`."""
@@ -72,28 +100,30 @@ class Tier:
 
     def save(self, saves: Sequence[PageSave]) -> None:
         """Packs pages, before the next step may change their blocks, and has the shelf put them into the stores."""
-        size = self._block_size
-        tokens = [len(save.tables[0]) * size for save in saves]
+        sizes = accumulate(sum(self._bytes[part] for part in parts_of(save)) for save in saves)
         room = self._mover.room
-        fitting = next((n for n in range(len(saves)) if not self.shelf.has_room((n + 1) * self.page_bytes, room)), None)
-        for skipped in () if fitting is None else tokens[fitting:]:
-            self.shelf.skipped(skipped)
-        kept = saves[:fitting]
+        kept = saves[: sum(1 for _ in takewhile(lambda size: self.shelf.has_room(size, room), sizes))]
+        for save in saves[len(kept) :]:
+            self._skip(save)
         counted: set[int] = set()
         pieces: list[Piece] = []
         for group in self._mover.groups:
-            wanted = [place for place, save in enumerate(kept) if save.tables[group.table]]
-            pages = self._mover.pack(group, [kept[place].tables[group.table] for place in wanted])
-            for place, heads in zip(wanted, pages, strict=False):
-                pieces += self._pieces(group, kept[place].key, heads, 0 if place in counted else tokens[place])
-                counted.add(place)
-            for place in wanted[len(pages) :]:
-                self.shelf.skipped(tokens[place])
+            wanted = [at for at, save in enumerate(kept) if any(block >= 0 for block in blocks_of(group, save))]
+            pages = self._mover.pack(group, [blocks_of(group, kept[at]) for at in wanted])
+            for at, heads in zip(wanted, pages, strict=False):
+                pieces += self._pieces(group, kept[at].key, heads, counts=at not in counted)
+                counted.add(at)
+            for at in wanted[len(pages) :]:
+                self._skip(kept[at])
         if pieces:
             self.shelf.save(pieces)
 
-    def _pieces(self, group: HeadGroup, key: bytes, heads: Sequence[Any], tokens: int) -> list[Piece]:
-        """The pages of a group's heads, of which the first counts the tokens."""
+    def _skip(self, save: PageSave) -> None:
+        self.shelf.skipped(self._page_tokens if self._counted in parts_of(save) else 0)
+
+    def _pieces(self, group: HeadGroup, key: bytes, heads: Sequence[Any], *, counts: bool) -> list[Piece]:
+        """The pages of a group's heads, of which the first of all may count the tokens."""
+        tokens = self._page_tokens if counts and group.part is self._counted else 0
         return [
             Piece(page_name(self.identity, kind, key), head, 0 if place else tokens, group.is_own)
             for place, (kind, head) in enumerate(zip(group.kinds, heads, strict=True))
@@ -104,11 +134,10 @@ class Tier:
         wanted: dict[int, list[list[Piece]]] = {}
         pieces: list[list[Piece]] = [[] for _ in loads]
         for group in self._mover.groups:
-            chosen = [at for at, load in enumerate(loads) if any(block >= 0 for block in load.tables[group.table])]
-            pages = self._mover.places(group, [loads[at].tables[group.table] for at in chosen])
+            chosen = [at for at, load in enumerate(loads) if any(block >= 0 for block in blocks_of(group, load))]
+            pages = self._mover.places(group, [blocks_of(group, loads[at]) for at in chosen])
             for at, heads in zip(chosen, pages, strict=True):
-                tokens = 0 if pieces[at] else len(loads[at].tables[group.table]) * self._block_size
-                pieces[at] += self._pieces(group, loads[at].key, heads, tokens)
+                pieces[at] += self._pieces(group, loads[at].key, heads, counts=not pieces[at])
         for load, of_page in zip(loads, pieces, strict=True):
             wanted.setdefault(load.load, []).append(of_page)
         for number, of_load in wanted.items():

@@ -8,15 +8,18 @@ from pathlib import Path
 import torch
 
 from kvern.attention.eight_bit import EightBit
+from kvern.attention.groups import LayerGroups
 from kvern.cache.keys import model_identity
 from kvern.cache.messages import blocks_of_page
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, without_passwords
 from kvern.ranks.ranks import Ranks
+from kvern.runner.cached_model import StateStack
 from kvern.runner.memory import bytes_of_packed
-from kvern.runner.page_mover import HeadGroup, PageMover, TorchMover, head_groups
+from kvern.runner.page_mover import STATES, HeadGroup, PageMover, TorchMover, head_groups, state_groups
 from kvern.runner.plan import Layout, Plan
 from kvern.runner.tier import Tier
+from kvern.spec.mixers import RecurrentSpec
 from kvern.spec.model import ModelSpec
 from kvern.tiers.arena import HOST, host_size, map_arena
 from kvern.tiers.host import HostStore
@@ -29,7 +32,8 @@ from kvern.tiers.store import Identity, Store, make_store, read_age
 class TieredCache:
     """The KV cache of a rank, for which a tier is made.
 
-    `spec`: of the whole model in `folder`. `caches`: of the rank's layers, as of `Runner`.
+    `spec`: of the whole model in `folder`. `caches`: of the rank's layers, as of `Runner`. `groups`: of these layers.
+    `states`: of its layers that have any.
     """
 
     folder: Path
@@ -38,6 +42,8 @@ class TieredCache:
     layout: Layout
     ranks: Ranks
     caches: Sequence[torch.Tensor]
+    states: Sequence[StateStack]
+    groups: LayerGroups
     eight_bit: EightBit | None
 
 
@@ -50,9 +56,13 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     places = [(layer, kept) for layer, kept in zip(spec.caching_layers, spec.attentions, strict=True) if layer in stage]
     scales = None if cache.eight_bit is None else cache.eight_bit.scales
     layers = [layer for layer, _ in places]
-    groups = head_groups(cache.caches, [kept for _, kept in places], layers, [0] * len(layers), ranks, scales)
+    tables, caches = tables_of(cache)
+    groups = head_groups(caches, [kept for _, kept in places], layers, tables, ranks, scales)
     token_bytes = sum(len(group.kinds) * group.block_bytes for group in groups) // layout.block_size
-    mover = make_mover(groups, layout.block_size, bytes_of_packed(cache.plan, token_bytes))
+    mixers = [(place, mixer) for place in stage for mixer in spec.layers[place].mixers]
+    states = state_groups([place for place, mixer in mixers if isinstance(mixer, RecurrentSpec)], cache.states, ranks)
+    state_bytes = sum(len(group.kinds) * group.block_bytes for group in states)
+    mover = make_mover([*groups, *states], layout.block_size, bytes_of_packed(cache.plan, token_bytes, state_bytes))
     identity = identity_of(config, cache, mover.sums)
     stores: dict[str, Store] = {}
     lines = []
@@ -67,6 +77,16 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     return Tier(mover, Shelf(stores, memory=mover), identity.digest, layout.block_size), lines
 
 
+def tables_of(cache: TieredCache) -> tuple[list[int], list[torch.Tensor]]:
+    """The block table of each layer, 0 without a window, and its memory, where blocks are those of the pool."""
+    if not cache.layout.window_tables:
+        return [0] * len(cache.caches), list(cache.caches)
+    windows = cache.groups.windows
+    tables = [table if table <= windows.tables else 0 for table in cache.groups.tables]
+    fitting = [windows.parts if table else windows.whole_parts for table in tables]
+    return tables, [own[:, ::count] for own, count in zip(cache.caches, fitting, strict=True)]
+
+
 def make_mover(groups: Sequence[HeadGroup], block_size: int, most_packed: int) -> PageMover:
     """The mover of these caches: with kernels and copies beside steps on NVIDIA GPUs.
 
@@ -75,7 +95,9 @@ def make_mover(groups: Sequence[HeadGroup], block_size: int, most_packed: int) -
     if groups[0].caches[0].device.type == "cuda":
         from kvern.runner.device_page_mover import DeviceMover
 
-        return DeviceMover(groups, [blocks_of_page(block_size)] * len(groups), most_packed)
+        return DeviceMover(
+            groups, [1 if group.table == STATES else blocks_of_page(block_size) for group in groups], most_packed
+        )
     return TorchMover(groups)
 
 

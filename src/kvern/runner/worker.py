@@ -416,8 +416,18 @@ class Worker:
             return None
         from kvern.runner.tier_start import TieredCache, start_tier
 
-        caches, eight_bit = self.runner.caches, self._loaded.eight_bit
-        cache = TieredCache(self._folder, self._whole, self._plan, layout, self._ranks, caches, eight_bit)
+        runner = self.runner
+        cache = TieredCache(
+            self._folder,
+            self._whole,
+            self._plan,
+            layout,
+            self._ranks,
+            runner.caches,
+            () if runner.states is None else runner.states.stacks,
+            self._backend.groups,
+            self._loaded.eight_bit,
+        )
         tier, lines = start_tier(self._config, cache)
         self._startup.report(lines)
         return tier

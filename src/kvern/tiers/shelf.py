@@ -112,10 +112,10 @@ class Shelf:
         """Counts tokens that are computed because that is faster."""
         self.stores[0].count(refused_tokens=tokens)
 
-    def seconds(self, names: Iterable[bytes], size: int) -> float:
-        """Returns the predicted seconds of a load of these pages, of `size` bytes each."""
+    def seconds(self, pages: Iterable[tuple[bytes, int]]) -> float:
+        """Returns the predicted seconds of a load of pages: their names and sizes in bytes."""
         counts: defaultdict[Shelved, int] = defaultdict(int)
-        for name in names:
+        for name, size in pages:
             found = self.find(name)
             if found is not None:
                 counts[found] += size
@@ -173,6 +173,8 @@ class Shelf:
         batches: dict[Shelved, list[tuple[int, Piece]]] = {}
         load = _Load(pages, [len(pieces) for pieces in pages], 0.0, failed=len(pages))
         for place, pieces in enumerate(pages):
+            if not pieces:  # other ranks have some
+                continue
             one = self.find(pieces[0].name)
             if one is None:
                 load.failed = place

@@ -1,0 +1,98 @@
+"""The rule of hits: where a request continues if a tier has only some parts of its pages."""
+
+import pytest
+
+from kvern.cache.messages import Part
+from kvern.cache.radix import Node
+from tests.support.simulated_device import Setup
+from tests.support.simulated_engine import SimulatedEngine
+
+PROMPT = [place % 3 for place in range(33)]
+SIZES = {"block_size": 2, "max_model_len": 48, "spare_blocks": 40, "spare_budget": 60, "tier_pages": 100}
+
+
+def engine(all_windowed: bool = False, windowed: tuple[int, int] | None = (6, 2), states: int | None = None) -> Setup:
+    return Setup(**SIZES, page_blocks=2, windowed=windowed, all_windowed=all_windowed, kept_states=states)  # type: ignore[arg-type]
+
+
+def hit(found: SimulatedEngine, prompt: list[int] = PROMPT) -> int:
+    """The tokens that a request finds, the prefix tree being as it is."""
+    [request] = found.add(prompt, 2)
+    found.run_requests()
+    return request.answer.cached_tokens
+
+
+def keys_of(found: SimulatedEngine) -> list[bytes]:
+    """The content keys of the pages of a prompt that was computed."""
+    tree = found.cache.tree
+    nodes: list[Node] = tree.match(found.requests["0#0"].cache_namespace, PROMPT, len(PROMPT))[0]
+    return [tree.key(node) for node in nodes[1::2]]
+
+
+@pytest.mark.parametrize("all_windowed", [False, True])
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [((), 32), ((7,), 28), ((6,), 24), ((7, 5), 20), ((0, 1, 2, 3, 4, 5), 32), ((2, 3, 4, 5, 6, 7), 8)],
+)
+def test_a_hit_has_its_window(all_windowed: bool, missing: tuple[int, ...], expected: int) -> None:
+    """The window of a query behind page 8 begins in page 6, of which it sees one block."""
+    found = SimulatedEngine(engine(all_windowed))
+    assert hit(found) == 0
+    assert found.tier is not None
+    for page in missing:
+        del found.tier.pages[keys_of(found)[page], Part.WINDOWS]
+    found.cache.tree.clear()
+    before = found.tier.loaded
+    assert hit(found) == expected
+    pages = expected // 4
+    windows = min(pages, 2)
+    assert found.tier.loaded - before == windows + (0 if all_windowed else pages), "too much was loaded"
+
+
+def test_windows_alone_are_loaded_where_the_tree_has_the_rest() -> None:
+    found = SimulatedEngine(engine())
+    assert hit(found) == 0
+    windows = next(extension for extension in found.cache.extensions if extension.name == "windows")
+    assert found.tier is not None
+    while windows.evict(True):
+        pass
+    before = found.tier.loaded
+    assert hit(found) == 32
+    assert found.tier.loaded - before == 2
+
+
+def test_windows_that_are_computed_again_are_saved_again() -> None:
+    found = SimulatedEngine(engine())
+    assert hit(found) == 0
+    assert found.tier is not None
+    windows = next(extension for extension in found.cache.extensions if extension.name == "windows")
+    keys = keys_of(found)
+    for page in range(8):
+        del found.tier.pages[keys[page], Part.WINDOWS]
+    while windows.evict(True):
+        pass
+    saved = found.tier.saved
+    assert hit(found) == 0
+    assert all((key, Part.WINDOWS) in found.tier.pages for key in keys)
+    assert found.tier.saved == saved + 8, "blocks that are kept are saved again"
+
+
+def test_states_are_found_at_ends_of_pages() -> None:
+    """A conversation goes on behind the last page of the prompt before, or where another one began to differ."""
+    found = SimulatedEngine(engine(windowed=None, states=6))
+    assert hit(found) == 0
+    other = [*PROMPT[:18], *[2] * 12]
+    assert hit(found, other) == 0, "nothing has a state there"
+    found.cache.tree.clear()
+    assert hit(found, [*PROMPT, 1, 2, 0]) == 32
+    found.cache.tree.clear()
+    assert hit(found, [*PROMPT[:18], 1, 1]) == 16
+    found.cache.tree.clear()
+    assert hit(found, other) == 28
+    assert found.tier is not None
+    states = {name for name in found.tier.pages if name[1] is Part.STATE}
+    assert len(states) == 3, "states are kept that nobody continues from"
+    for name in states:
+        del found.tier.pages[name]
+    found.cache.tree.clear()
+    assert hit(found) == 0, "blocks without a state are a hit"
