@@ -36,10 +36,14 @@ class Mortal:
             loop.call_soon(self.adapters.hear, AdapterRead(message.key))
 
 
+async def available() -> None:
+    """There always is an engine."""
+
+
 def load(*deaths: int) -> tuple[AdapterNames, list[Mortal]]:
     async def run() -> tuple[AdapterNames, list[Mortal]]:
         engines, names = [Mortal(number) for number in deaths], AdapterNames()
-        adapters = ClientAdapters(names, lambda: [engine.adapters for engine in engines], lambda: set())
+        adapters = ClientAdapters(names, lambda: [engine.adapters for engine in engines], lambda: set(), available)
         await adapters.load("one", "/adapters/one")
         return names, engines
 

@@ -273,14 +273,14 @@ async def message_events(
     yield "message_stop", {"type": "message_stop"}
 
 
-def models_page(names: Mapping[str, int], created: int) -> dict[str, Any]:
-    """Returns Anthropic's list of models on one page; `names` maps each to the tokens of its context."""
+def models_page(names: Mapping[str, object], created: int) -> dict[str, Any]:
+    """Returns Anthropic's list of models on one page; `names` maps each to the tokens of its context, if known."""
     entries = [model_entry(name, most, created) for name, most in names.items()]
     return {"data": entries, "has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}
 
 
-def model_entry(name: str, most_tokens: int, created: int) -> dict[str, Any]:
+def model_entry(name: str, most_tokens: object, created: int) -> dict[str, Any]:
     """Returns one model in Anthropic's format."""
     since = datetime.datetime.fromtimestamp(created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    sizes = {"max_input_tokens": most_tokens, "max_tokens": most_tokens}
+    sizes = {} if most_tokens is None else {"max_input_tokens": most_tokens, "max_tokens": most_tokens}
     return {"type": "model", "id": name, "display_name": name, "created_at": since, "lifecycle": "active", **sizes}

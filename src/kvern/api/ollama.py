@@ -209,10 +209,10 @@ class OllamaWriter:
             yield {**self._head(), **self._said(Message(tool_calls=reader.message.tool_calls), answer), "done": False}
         yield {**self._head(), **self._said(Message(), answer), **self._end(output, seconds())}
 
-    def loaded(self) -> dict[str, Any]:
-        """Returns the answer to an empty body: the model is loaded, as always."""
+    def loaded(self, reason: str) -> dict[str, Any]:
+        """Returns the answer to an empty body: the model is loaded, or will be unloaded."""
         nothing = self._said(Message(), CompletionOutput(0))
-        return {**self._head(), **nothing, "done": True, "done_reason": "load"}
+        return {**self._head(), **nothing, "done": True, "done_reason": reason}
 
     def _reader(self) -> AnswerReader:
         return AnswerReader(PlainParser(), None) if self.chat is None else self.chat.reader()

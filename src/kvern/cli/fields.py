@@ -31,6 +31,7 @@ GROUPS: dict[type, dict[str, str]] = {
     ServerConfig: {
         "host": "Where the server listens",
         "api_key": "Who may ask",
+        "models": "Several models",
         "max_queue": "How much they may ask",
         "stream_interval": "Answers",
         "grace_seconds": "The server",

@@ -39,6 +39,8 @@ def asked_help(arguments: Sequence[str]) -> str | None:
 
 TEXTS = tuple[str, ...]
 ADAPTERS = "adapters"
+NAMED_MODEL = re.compile(r"([\w.:-]+)=")
+"""The beginning of a model with a name of its own. A path with a slash before `=` has none."""
 LETTERS = re.compile(r"-[A-Za-z]+")
 OF_RUN = {"media_dir": "run"}
 """Options under vLLM's names that `kvern serve` has not."""
@@ -69,6 +71,7 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
     notes: list[str] = []
     found: list[str] = []
     several: dict[str, list[str]] = {}
+    models: list[str] = []
     waiting = deque(arguments)
     while waiting:
         argument = waiting.popleft()
@@ -92,15 +95,33 @@ def kvern_arguments(arguments: Sequence[str], command: str, kind: type) -> tuple
         else:
             raise ConfigError(f"there is no option {flag(name)}: {_hint(name, command, own, rules)}")
         for option, setting in settings:
-            if isinstance(setting, str) and (own.get(option) == TEXTS or option in (ADAPTERS, ADAPTER[2:])):
+            if option == "model" and "models" in own:
+                models.append(str(setting))
+            elif isinstance(setting, str) and (own.get(option) == TEXTS or option in (ADAPTERS, ADAPTER[2:])):
                 several.setdefault(option if own.get(option) == TEXTS else ADAPTERS, []).append(setting)
             else:
                 if isinstance(setting, str) and setting != "None":
                     converted(option, setting, own, written, strict=False)  # says in a line what is wrong
                 found += as_arguments(option, setting)
+    found += models_as_arguments(models)
     for option, texts in several.items():
         found += as_arguments(option, ",".join(texts) if option == ADAPTERS else json.dumps(texts))
     return found, list(dict.fromkeys(notes))
+
+
+def models_as_arguments(models: Sequence[str]) -> list[str]:
+    """Returns the values of `--model` as arguments: one model, or several by name, which is that before `=` if there is
+    one. Raises ConfigError for a name that is given twice."""
+    if not models or (len(models) == 1 and not NAMED_MODEL.match(models[0])):
+        return as_arguments("model", models[0]) if models else []
+    named: dict[str, str] = {}
+    for text in models:
+        found = NAMED_MODEL.match(text)
+        name = found[1] if found else text
+        if name in named:
+            raise ConfigError(f"--model gives {name} twice: give each model a name of its own, as NAME=MODEL")
+        named[name] = text[found.end() :] if found else text
+    return as_arguments("models", json.dumps(named))
 
 
 def _is_own(argument: str, own: Mapping[str, Any]) -> bool:

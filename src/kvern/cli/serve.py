@@ -13,13 +13,15 @@ from typing import Annotated
 import tyro
 
 from kvern.config import DEFAULT_ADAPTERS, EngineConfig
+from kvern.residency.options import ServedModel, served_models
+from kvern.residency.policy import Terms
 from kvern.server.config import ServerConfig
 from kvern.serving.child import EngineProcess
 
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """Serve a model over HTTP, with the APIs of OpenAI and Anthropic and a chat page. Ctrl-C ends it."""
+    """Serve a model, or several, over HTTP, with the APIs of OpenAI and Anthropic and a chat page. Ctrl-C ends it."""
 
     name: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MODEL")] = None
     """Folder, Hugging Face id, or the name of an embedded model; the same as --model."""
@@ -53,14 +55,19 @@ class ServeCommand:
             process = None
         if self.server.adapter_folder is not None and engine.max_adapters is None:
             engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
-        if not self.divided and engine.executor == "processes":
+        models: list[ServedModel] = []
+        if self.server.models or self.server.models_dir is not None:
+            models = served_models(engine, self.server.models, self.server.models_dir)
+            if len(models) == 1 and models[0].terms == Terms():
+                engine, models = models[0].engine, []
+        if not models and not self.divided and engine.executor == "processes":
             engine = planned(engine)
         if signals:
             return
         stamp = f"{STAMP} " if tells_time() else ""
         logging.basicConfig(format="%(asctime)skvern: %(message)s", datefmt=stamp, level=logging.WARNING)
         logging.getLogger("kvern.requests").setLevel(logging.INFO)
-        uvloop.run(serve(engine, self.server, process, _say, signals))
+        uvloop.run(serve(engine, self.server, process, _say, signals, models))
 
 
 def planned(engine: EngineConfig) -> EngineConfig:

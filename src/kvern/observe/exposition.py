@@ -7,7 +7,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from kvern.observe.metrics import KeyFigures, Metrics, Refusals
+from kvern.observe.metrics import KeyFigures, Metrics, ModelFigures, Refusals
 
 GPU_FIGURES = {
     "gpu_memory_used_bytes": "GPU memory in use, by all processes.",
@@ -39,7 +39,7 @@ class MergedFamilies(Collector):
         return generate_latest(registry)
 
 
-def engines_text(metrics: Iterable[Metrics | Refusals | KeyFigures]) -> bytes:
+def engines_text(metrics: Iterable[Metrics | Refusals | KeyFigures | ModelFigures]) -> bytes:
     """Returns the metrics of several engines in Prometheus's text format."""
     named = ((({} if one.engine_name is None else {"engine": one.engine_name}), one.registry) for one in metrics)
     return MergedFamilies((labels, list(registry.collect())) for labels, registry in named).text()

@@ -1,6 +1,7 @@
 """Metrics for Prometheus. Names and meanings follow vLLM's where it has them, with the prefix `kvern:`."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -231,7 +232,10 @@ class Metrics:
         self._drafted = counter("spec_decode_num_drafts", "Times that drafts of a request were verified.")
         self._drafts_at = self._by_position("spec_decode_num_draft_tokens_per_pos", "Drafts that were verified")
         self._accepted_at = self._by_position("spec_decode_num_accepted_tokens_per_pos", "Drafts that were right")
-        self._ready = gauge("engine_ready", "1 if an engine takes requests, 0 while another is started.")
+        self._ready = gauge(
+            "engine_ready",
+            "1 if an engine takes requests, 0 while another is started, NaN while the model is not awake.",
+        )
         self._restarts = counter("engine_restarts", "Times that a dead or silent engine was replaced.")
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", TOKENS)
         self._step_requests = histogram("step_requests", "Sequences in one step.", SEQUENCES)
@@ -288,6 +292,16 @@ class Metrics:
     def restarted(self) -> None:
         """Counts a restart; the new engine's counters begin at 0."""
         self._restarts.inc()
+        self._begin_anew()
+
+    def rests(self) -> None:
+        """Notes that there is no engine until the model is woken, whose counters begin at 0."""
+        for gauge in (self._running, self._waiting, self._usage):
+            gauge.set(0)
+        self._ready.set(math.nan)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._seen = EngineStatistics()
         self.experts.restarted()
         self.stores.restarted()
@@ -351,6 +365,33 @@ class Refusals:
     def count(self, reason: str) -> None:
         """Counts a refused request."""
         self._refused.labels(self._model, reason).inc()
+
+
+class ModelFigures:
+    """The state of one of several models, and what its wakes took."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self.engine_name = None
+        labels, registry = ["model_name"], self.registry
+        state = Gauge("kvern:model_state", "0: cold, 1: asleep, 2: awake.", labels, registry=registry)
+        memory = Gauge("kvern:model_memory_bytes", "Memory of an awake model.", labels, registry=registry)
+        wakes = Counter("kvern:model_wakes", "Times that the model was woken.", labels, registry=registry)
+        seconds = Counter("kvern:model_wake_seconds", "Seconds that this took, in all.", labels, registry=registry)
+        self._state, self._memory = state.labels(model), memory.labels(model)
+        self._wakes, self._seconds = wakes.labels(model), seconds.labels(model)
+
+    def woke(self, seconds: float, memory: int) -> None:
+        """Counts a wake, after which the model takes so many bytes."""
+        self._state.set(2)
+        self._memory.set(memory)
+        self._wakes.inc()
+        self._seconds.inc(seconds)
+
+    def rests(self) -> None:
+        """Notes that the model is cold."""
+        self._state.set(0)
+        self._memory.set(0)
 
 
 class KeyFigures:

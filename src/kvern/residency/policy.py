@@ -104,6 +104,8 @@ class _Model:
     used_at: float = -math.inf
     visits: float = 0.0
     visited_at: float = -math.inf
+    leaves: bool = False
+    """It goes to sleep once it has no requests."""
     dismissed: bool = False
     """It went to sleep because nobody asked, or by an order: it is not woken before somebody asks."""
     failures: int = 0
@@ -159,9 +161,10 @@ class Residency:
     def expires_at(self, name: str) -> float | None:
         """Returns when a model is put to sleep if nobody asks it; None: no time is set, or it is in use."""
         model = self._models[name]
-        if model.keep_alive is None or model.terms.pin or model.requests or model.state != "awake":
+        seconds = 0.0 if model.leaves else model.keep_alive
+        if seconds is None or model.terms.pin or model.requests or model.state != "awake":
             return None
-        return max(model.used_at, model.awake_since) + model.keep_alive
+        return max(model.used_at, model.awake_since) + seconds
 
     def barred(self, name: str, now: float) -> float:
         """Returns the seconds until a model that could not be woken is tried again; 0 if it may be tried."""
@@ -190,12 +193,17 @@ class Residency:
         """Replaces the `keep_alive` of a model from now on."""
         self._models[name].keep_alive = seconds
 
+    def dismiss(self, name: str) -> None:
+        """Puts a model to sleep as soon as it has no requests, unless it is pinned."""
+        self._models[name].leaves = True
+
     def moved(self, name: str, now: float, footprint: Footprint | None = None) -> None:
         """Ends a move. `footprint`: what was measured."""
         model = self._models[name]
         assert model.target is not None, f"{name} does not move"
         model.state, model.target = model.target, None
         model.footprint = footprint or model.footprint
+        model.leaves = False
         if model.state == "awake":
             model.failures = 0
             model.awake_since = now

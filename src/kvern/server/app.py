@@ -26,6 +26,7 @@ from kvern.serving.client import EngineClient
 from kvern.version import __version__
 
 if TYPE_CHECKING:
+    from kvern.residency.keeper import Keeper
     from kvern.server.signposts import Signposts
 
 GREETING = "kvern is running: OpenAI's API is at /v1, Anthropic's at /v1/messages, ollama's at /api; /docs lists all\n"
@@ -45,6 +46,10 @@ def page_routes() -> list[Route]:
     return [Route("/", greet), *(Route(f"/{name}", file.answer) for name, file in files.items())]
 
 
+SMALLEST_VOCABULARY = 256
+"""The vocabulary that the API's description assumes before any of several models was awake."""
+BATCH_ROWS = 256
+"""Rows of batches that run at once on a server of several models."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -57,12 +62,16 @@ class Server:
         config: ServerConfig,
         keys: KeyRing,
         figures_of_all: Callable[[], Awaitable[bytes]] | None = None,
+        keeper: "Keeper | None" = None,
     ) -> None:
-        """`figures_of_all` returns the text of /metrics where several server processes share engines that another
+        """`keeper` is that of several models, see `Service`.
+
+        `figures_of_all` returns the text of /metrics where several server processes share engines that another
         process adds and removes; None: `figures` returns it."""
         self._figures_of_all = figures_of_all
-        self.service = Service(clients, config, keys)
-        self.apis = Apis(self.service, width=sum(client.replicas.max_batch_requests for client in clients))
+        self.service = Service(clients, config, keys, keeper)
+        width = sum(client.replicas.max_batch_requests for client in clients)
+        self.apis = Apis(self.service, BATCH_ROWS if keeper is not None else width)
         self.started = int(time.time())
 
     def app(self) -> ASGIApp:
@@ -138,7 +147,9 @@ class Server:
     def figures(self) -> bytes:
         """Returns the metrics of this process in Prometheus's text format."""
         metrics = (figures for engine in self.service.engines for figures in engine.client.metrics)
-        return bytes(imported("kvern.observe.exposition:engines_text")([*metrics, self.service.figures]))
+        keeper = self.service.keeper
+        states = () if keeper is None else (resident.figures for resident in keeper.residents)
+        return bytes(imported("kvern.observe.exposition:engines_text")([*metrics, *states, self.service.figures]))
 
     def _check_watcher(self, request: Request) -> None:
         """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""
@@ -158,7 +169,8 @@ class Server:
     def _described(self) -> dict[str, Any]:
         from kvern.server.openapi import document
 
-        vocab_size = max(engine.client.inputs.vocab_size for engine in self.service.engines)
+        sizes = [engine.client.inputs.vocab_size for engine in self.service.engines]
+        vocab_size = max(sizes, default=SMALLEST_VOCABULARY)
         return document(self.service.names, vocab_size, bool(self.service.keys.known))
 
     def _page(self) -> str:
@@ -168,24 +180,23 @@ class Server:
 
     async def list_models(self, request: Request) -> Response:
         """GET /v1/models: the names that `model` may have."""
-        engines = self.service.engines
+        entries = self.service.entries(self.started)
         if is_anthropic(request.scope):
             from kvern.api.messages import models_page
 
-            lengths = {name: engine.client.inputs.max_model_len for engine in engines for name in engine.names}
+            lengths = {str(entry["id"]): entry.get("max_model_len") for entry in entries}
             return json_response(models_page(lengths, self.started))
-        entries = [engine.entry(name, self.started) for engine in engines for name in engine.names]
         return json_response({"object": "list", "data": entries})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model}: one of these names."""
         name = request.path_params["model"]
-        engine = self.service.engine_of(name)
+        entry = self.service.entry(name, self.started)
         if is_anthropic(request.scope):
             from kvern.api.messages import model_entry
 
-            return json_response(model_entry(name, engine.client.inputs.max_model_len, self.started))
-        return json_response(engine.entry(name, self.started))
+            return json_response(model_entry(name, entry.get("max_model_len"), self.started))
+        return json_response(entry)
 
 
 def _lost(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:

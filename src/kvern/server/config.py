@@ -3,9 +3,10 @@
 import json
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvern.config import LONGEST_SECONDS
 from kvern.errors import ConfigError
@@ -51,6 +52,13 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     """Names in the Host header that a server without API keys accepts beside its own address, such as a proxy's name.
     """
+    models: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """JSON object of several models by name, each a model or an object of its options; in a configuration file a table.
+    Beside engine options a model has aliases, pin, keep_alive and weight. --model NAME=MODEL adds one."""
+    models_dir: Path | None = None
+    """Folder of models: folders with config.json, and GGUF files. Requests wake the models that they name."""
+    models_memory: str | None = None
+    """Memory for all awake models of models and models_dir, such as 24GB. None: 80 % of what is free at the start."""
     adapter_folder: Path | None = None
     """Folder below which keys with admin=1 may load adapters while the server runs. None: no adapter may be loaded."""
     max_queue: int = 2048

@@ -199,6 +199,18 @@ OPERATIONS = (
     Operation("GET /v1/models", "The names that `model` may have.", LISTING),
     Operation("GET /v1/models/{model}", "One of these models.", IDENTIFIED, (404,)),
     Operation(
+        "POST /v1/models/{model}/load",
+        "Wake one of several models; needs an API key with admin=1.",
+        IDENTIFIED,
+        (403, 404, 409),
+    ),
+    Operation(
+        "POST /v1/models/{model}/unload",
+        "Put one of several models to sleep when its requests have ended; needs an API key with admin=1.",
+        IDENTIFIED,
+        (403, 404, 409),
+    ),
+    Operation(
         "POST /v1/load_lora_adapter",
         "Load an adapter from a folder of the server; needs an API key with admin=1.",
         IDENTIFIED,

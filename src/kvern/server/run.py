@@ -13,9 +13,9 @@ import errno
 import functools
 import gc
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httptools
 import uvicorn
@@ -24,6 +24,7 @@ from starlette.types import Message as ASGIMessage
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvern.config import EngineConfig
+from kvern.cpu.cores import available_memory
 from kvern.errors import ConfigError
 from kvern.plugins import imported
 from kvern.server.app import Server
@@ -34,6 +35,11 @@ from kvern.server.signals import Signals
 from kvern.server.startup import OpenFiles, check_data_folder, check_tls, tell_systemd
 from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
+from kvern.tiers.store import read_bytes
+
+if TYPE_CHECKING:
+    from kvern.residency.keeper import Keeper
+    from kvern.residency.options import ServedModel
 
 HEADER_BYTES = 1 << 16
 """The limit of a request's head, and of what comes after the end of a body."""
@@ -211,6 +217,9 @@ async def send_until_closed(
     await send(message)
 
 
+MODELS_SHARE = 0.8
+"""The share of the free memory that several models may take, where the user says nothing."""
+SHOWN_NAMES = 5
 CLOSING_SECONDS = 5
 """The seconds for requests that were cut off to tell their clients so."""
 KEEP_ALIVE_SECONDS = 75
@@ -223,9 +232,11 @@ async def serve(
     process: EngineProcess | None,
     say: Callable[[str], None],
     signals: Sequence[int],
+    models: "Sequence[ServedModel]" = (),
 ) -> None:
     """Serves until SIGINT or SIGTERM. `process`, if it runs already, becomes the first engine.
 
+    Several `models` are served in place of that of `config`.
     `signals` arrived before this function could handle them: with any, it ends as at a signal while a model loads.
 
     Raises ConfigError if the address is taken or the engine cannot start.
@@ -238,21 +249,22 @@ async def serve(
     ends = Signals(server.grace_seconds, say, reread)
     ends.listen(signals)
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
-        async with EngineClient(config, process) as client:
-            application = Server([client], server, keys)
+        async with _loaded(config, models, server, process) as (clients, keeper):
+            application = Server(clients, server, keys, keeper=keeper)
             await application.apis.resume()
             http = HttpServer(http_config(application.app(), server, OpenFiles(say)))
             http.config.load()
             application.apis.tasks = http.server_state.tasks  # the shutdown waits for these
             ends.begin(http, application)
             gc.freeze()  # objects of the start live on: the collector need not visit them
-            engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
-            say(f"started {engines}in {client.replicas.ready.report}")
+            for client in clients:
+                engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""
+                say(f"started {engines}in {client.replicas.ready.report}")
             listener.listen(http.config.backlog)  # readers of the next line may connect
             if not keys.known and server.uds is None and not is_loopback(server.host):
                 say(f"warning: whoever reaches {server.host} may use this server: give it an api_key")
             page = "" if server.uds is not None else " (in a browser: a chat page)"
-            say(f"serving {client.names[0]} on {shown_address(listener, server)}{page}")
+            say(f"serving {_shown(application.service.names)} on {shown_address(listener, server)}{page}")
             tell_systemd("READY=1")
             watching = None
             if server.reread_files:
@@ -263,6 +275,29 @@ async def serve(
             if watching is not None:
                 watching.cancel()
             await application.stop()
+
+
+@contextlib.asynccontextmanager
+async def _loaded(
+    config: EngineConfig, models: "Sequence[ServedModel]", server: ServerConfig, process: EngineProcess | None
+) -> "AsyncIterator[tuple[list[EngineClient], Keeper | None]]":
+    """Yields the client of one model, or the keeper of several. Raises ConfigError."""
+    if not models:
+        async with EngineClient(config, process) as client:
+            yield [client], None
+        return
+    memory = int(MODELS_SHARE * available_memory())
+    if server.models_memory is not None:
+        try:
+            memory = read_bytes(server.models_memory)
+        except ValueError as error:
+            raise ConfigError(f"models_memory: {error}") from error
+    async with imported("kvern.residency.keeper:Keeper")(models, memory, process) as keeper:
+        yield [], keeper
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN_NAMES]) + (f" and {len(names) - SHOWN_NAMES} more" if names[SHOWN_NAMES:] else "")
 
 
 def http_config(application: ASGIApp, server: ServerConfig, files: OpenFiles) -> uvicorn.Config:

@@ -37,6 +37,7 @@ from kvern.text.content import has_media
 from kvern.tools.chat import ChatRequest
 
 if TYPE_CHECKING:
+    from kvern.residency.keeper import Keeper
     from kvern.server.media import Media
     from kvern.server.stores.files import Store
 
@@ -293,22 +294,38 @@ class Running:
 class Service:
     """Engines, one for each model, for any number of APIs."""
 
-    def __init__(self, clients: Sequence[EngineClient], config: ServerConfig, keys: KeyRing) -> None:
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        config: ServerConfig,
+        keys: KeyRing,
+        keeper: "Keeper | None" = None,
+    ) -> None:
+        """`keeper`: that of several models, whose clients come with their first requests; None: `clients` are all."""
         self.config = config
+        self.keeper = keeper
         self.keys = keys
         self.stored_files: Callable[[], Store] | None = None
         """Gives the files that clients upload, if the server keeps any."""
-        images = ImageMemory(config.image_memory, keys)
-        self._limits = limits = KeyLimits()
-        self.figures = KeyFigures(clients[0].names[0])
+        self._images = ImageMemory(config.image_memory, keys)
+        self._limits = KeyLimits()
+        self.figures = KeyFigures(clients[0].names[0] if keeper is None else keeper.residents[0].name)
         self.figures.know(key.name for key in keys.users)
-        self.engines = [
-            ServedEngine(client, Admission(client, config.max_queue, keys, limits, images)) for client in clients
-        ]
+        self.engines: list[ServedEngine] = []
+        """Those that can make requests: of several models, those that were woken once."""
+        if keeper is not None:
+            keeper.known = self._add
+            clients = [resident.client for resident in keeper.residents if resident.client is not None]
+        for client in clients:
+            self._add(client)
         names = [name for engine in self.engines for name in dict.fromkeys(engine.names)]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
+
+    def _add(self, client: EngineClient) -> None:
+        admission = Admission(client, self.config.max_queue, self.keys, self._limits, self._images)
+        self.engines.append(ServedEngine(client, admission))
 
     @functools.cached_property
     def media(self) -> "Media":
@@ -319,7 +336,8 @@ class Service:
     @property
     def names(self) -> list[str]:
         """The values of `model`: the names of the models and of their adapters."""
-        return [name for engine in self.engines for name in engine.names]
+        models = self.engines if self.keeper is None else self.keeper.residents
+        return [name for one in models for name in one.names]
 
     @property
     def load(self) -> int:
@@ -349,14 +367,53 @@ class Service:
         message = f"there is no model {shown(model)}: this server has {', '.join(self.names)}"
         raise HttpError(404, message, param="model", code="model_not_found")
 
-    def model(self, body: Mapping[str, Any]) -> str:
-        """Returns the model or adapter that a body names, by default the first model. Raises HttpError if there is
-        none."""
+    async def model(self, body: Mapping[str, Any]) -> str:
+        """Returns the model or adapter that a body names, by default the first model; one of several that was never
+        woken is woken.
+
+        Raises HttpError if there is none, or EngineUnavailable if it cannot be woken.
+        """
         model = body.get("model")
+        if self.keeper is not None:
+            model = self.keeper.residents[0].name if model is None else model
+            resident = self.keeper.find(model)
+            if resident is not None:
+                await self.keeper.meet(resident)
         if model is None:
             return self.engines[0].models[0]
         self.engine_of(model)
         return str(model)
+
+    async def wake(self, model: str) -> None:
+        """Waits until a model is awake. Raises EngineUnavailable."""
+        with self.wanted(model):
+            if self.keeper is not None and (resident := self.keeper.find(model)) is not None:
+                await self.keeper.awake(resident)
+
+    def entries(self, created: int) -> list[dict[str, object]]:
+        """Returns the entries of all names in OpenAI's list of models."""
+        return [self.entry(name, created) for name in self.names]
+
+    def entry(self, name: str, created: int) -> dict[str, object]:
+        """Returns a name's entry in this list; one of several models has its state, and its sizes once it was awake.
+
+        Raises HttpError if there is no such model.
+        """
+        resident = None if self.keeper is None else self.keeper.find(name)
+        if self.keeper is None or resident is None:
+            return self.engine_of(name).entry(name, created)
+        state = {"state": self.keeper.state(resident)}
+        if resident.client is not None:
+            return {**self.engine_of(name).entry(name, created), **state}
+        own = resident.model.engine.model_names
+        root, parent = (own[0], None) if name in own else (name, own[0])
+        origin: dict[str, object] = {"root": root, "parent": parent, "permission": []}
+        return {"id": name, "object": "model", "created": created, "owned_by": "kvern", **origin, **state}
+
+    def wanted(self, model: str) -> contextlib.AbstractContextManager[None]:
+        """Wants a model awake while the block runs, if it is one of several."""
+        resident = None if self.keeper is None else self.keeper.find(model)
+        return contextlib.nullcontext() if self.keeper is None or resident is None else self.keeper.use(resident)
 
     def namespace(self, common: CommonFields, key: ApiKey) -> bytes:
         """Returns the namespace of a request; requests with the same one share cached blocks."""
@@ -398,6 +455,8 @@ class Service:
         news, replicas = asyncio.Event(), engine.client.replicas
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
+            if self.keeper is not None:
+                held.enter_context(self.wanted(ask.model))
             held.enter_context(engine.admission.enter(key, ask.sequences, ask.image_bytes))
             used = UsageCounter(self.figures, key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))

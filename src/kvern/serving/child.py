@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,10 @@ class EngineProcess(Protocol):
 
     def forget(self) -> None:
         """Remove what it leaves behind."""
+        ...
+
+    def memory(self) -> int:
+        """The bytes of this machine's memory that it and its ranks take; what others share counts in part."""
         ...
 
 
@@ -104,12 +108,31 @@ class EngineChild:
     def forget(self) -> None:
         self._folder.cleanup()
 
+    def memory(self) -> int:
+        return sum(map(_bytes_of, _members(self._process.pid)))
+
     def _watch(self) -> None:
         code = self._process.wait()
         try:
             _end_ranks(self._process.pid)
         finally:
             self._ended.set_result(code)
+
+
+def _members(group: int) -> Iterator[Path]:
+    """Yields the folders in /proc of the processes of a group."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                yield folder
+
+
+def _bytes_of(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        for line in (folder / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _end_ranks(group: int) -> None:

@@ -46,6 +46,8 @@ class EngineClient:
         self.replicas = Replicas(for_engines(config, self.folder), self.inputs, outputs, names, process)
         self.adapters = self.replicas.adapters
         self.refusals = self.replicas.refusals
+        for name, path in self.config.adapters.items():
+            self.adapters.names.add(self.adapters.names.reserve(name, path))
 
     @property
     def metrics(self) -> Sequence[Metrics | Refusals]:
@@ -54,11 +56,25 @@ class EngineClient:
 
     async def __aenter__(self) -> "EngineClient":
         """Start the processes and wait until the model is loaded. Raises ConfigError with an engine's reason."""
-        for name, path in self.config.adapters.items():
-            self.adapters.names.add(self.adapters.names.reserve(name, path))
-        await self.replicas.start()
-        self.inputs.start(self.replicas.ready)
+        try:
+            await self.start()
+        except BaseException:
+            await self.replicas.stop()
+            raise
         return self
+
+    async def start(self, process: EngineProcess | None = None) -> None:
+        """Start the engines, also after `rest`, the first in `process` if it runs already, and wait for them.
+
+        Raises ConfigError with an engine's reason; then they rest.
+        """
+        await self.replicas.start(process)
+        self.inputs.start(self.replicas.ready)
+
+    async def rest(self) -> None:
+        """End the processes until `start`. Requests wait, and go on then."""
+        await self.replicas.rest()
+        await self.inputs.rest()
 
     async def __aexit__(self, *error: object) -> None:
         """Abort what runs, and end the processes."""

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from kvern.adapters.names import MOST_SECONDS, AdapterNames, NamedAdapter
 from kvern.errors import EngineDied, InvalidAdapter
 from kvern.serving.link import EngineLink
-from kvern.serving.supervisor import Supervisor, until_one_is_available
+from kvern.serving.supervisor import Supervisor
 from kvern.serving.wire import AdapterRead, LoadAdapter, UnloadAdapter, encode
 
 logger = logging.getLogger("kvern")
@@ -85,16 +85,24 @@ class EngineAdapters:
 
 
 class ClientAdapters:
-    """Adapters of a model, which all of its engines, those of the moment, read. `used`: the keys that requests use."""
+    """Adapters of a model, which all of its engines, those of the moment, read.
+
+    `used`: the keys that requests use. `until_available` waits for an engine; it raises EngineUnavailable.
+    """
 
     def __init__(
-        self, names: AdapterNames, engines: Callable[[], Sequence[EngineAdapters]], used: Callable[[], set[int | None]]
+        self,
+        names: AdapterNames,
+        engines: Callable[[], Sequence[EngineAdapters]],
+        used: Callable[[], set[int | None]],
+        until_available: Callable[[], Awaitable[None]],
     ) -> None:
         self.names = names
         self.lost: dict[int, InvalidAdapter] = {}
         """Adapters by key that were unloaded because an engine could not read them again."""
         self._engines = engines
         self._used = used
+        self._until_available = until_available
         self._unloaded: list[NamedAdapter] = []
         """Adapters that no new request may use, but running ones do."""
 
@@ -164,9 +172,6 @@ class ClientAdapters:
                 if adapter.key in engine.known:
                     engine.forget(adapter.key)
             raise
-
-    async def _until_available(self) -> None:
-        await until_one_is_available(lambda: [engine.supervisor for engine in self._engines()])
 
     def _still_used(self) -> list[NamedAdapter]:
         used = self._used()

@@ -56,7 +56,11 @@ class ClientInputs:
         self._processor: InputProcessor | None = None
 
     def start(self, ready: Ready) -> None:
-        """Make requests for an engine of these sizes."""
+        """Make requests for an engine of these sizes, the first one or one after a rest."""
+        if self._processor is not None:
+            if self._grammars is not None:
+                self._grammars.start()
+            return
         self._processor = InputProcessor(
             self._tokenizer,
             ready.model,
@@ -69,6 +73,12 @@ class ClientInputs:
         if self._grammars_apart:  # at the start: for the first request with a grammar it would take 0.3 s
             self._grammars = GrammarProcesses(self._processor.grammars)
             self._grammars.start()
+
+    async def rest(self) -> None:
+        """End the processes, unless they compile a form; they start again when they are needed."""
+        if self._grammars is not None and not self._grammars.busy:
+            grammars, self._grammars = self._grammars, GrammarProcesses(self.processor.grammars)
+            await grammars.close()
 
     async def close(self) -> None:
         """End the processes, and let nothing begin that waits for a thread."""

@@ -47,6 +47,9 @@ class EngineOnNode:
     def forget(self) -> None:
         self._process.kill()
 
+    def memory(self) -> int:
+        return 0  # of this machine
+
     def _watch(self) -> None:
         self._ended.set_result(self._process.wait())
 

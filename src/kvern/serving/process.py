@@ -111,7 +111,9 @@ def main(address: str, running: str, parent: int) -> int:
     facts = facts_of(config, spec, layout, folder)
     cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
     most = layout.max_batch_requests
-    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, config.dp_attention_size)))
+    held = layout.blocks * layout.block_size * layout.token_bytes
+    parts = config.dp_attention_size
+    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, parts, held)))
     try:
         serve(socket, core, parent, watch, counts=config.expert_counts)
     except Exception as error:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 
 import msgspec
 
@@ -23,7 +23,7 @@ from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.inputs import Prompt, is_checked_quickly
 from kvern.engine.output import OutputProcessor
-from kvern.errors import DeadlineExceeded, EngineDied, InvalidRequest, RequestFailed, shown
+from kvern.errors import DeadlineExceeded, EngineDied, EngineUnavailable, InvalidRequest, RequestFailed, shown
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.request.events import EngineStatistics, all_together
 from kvern.request.request import NO_OPTIONS, RequestOptions, RequestSpec
@@ -140,6 +140,7 @@ class Replica:
         )
         self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
         self._started = False
+        self._rested = False
 
     @property
     def accepts(self) -> bool:
@@ -188,6 +189,15 @@ class Replica:
         self._siblings.move()
         return learnt
 
+    async def rest(self) -> None:
+        """End the engine. The next one goes on with its requests, from the tokens that they have."""
+        await self.supervisor.rest()
+        self._earlier = self.statistics.at_the_end()
+        self._latest = EngineStatistics()
+        self._rested = self._started
+        self.adapters.interrupt(EngineDied("the model was put to sleep: load the adapter again"))
+        self.metrics.rests()
+
     def given_up(self) -> None:
         """Engines do not start here: what is suspected to have ended one may show elsewhere that it did not."""
         if self._siblings.has_other(self):
@@ -206,7 +216,9 @@ class Replica:
     def resume(self) -> None:
         """Give a new engine what it may work on now."""
         self.metrics.engine(ready=True)
-        if self._started:
+        if self._rested:
+            self._rested = False
+        elif self._started:
             self.metrics.restarted()
         elif (gpu := self.supervisor.link.ready.gpu) is not None:
             self.metrics.watch_gpu(gpu)
@@ -240,13 +252,17 @@ class Replicas:
         self.refusals = Refusals(config.model_names[0])
         self.named = False
         """Engines are named in reports: there are several, or there were."""
+        self.resting = False
+        """The engines have ended, or are about to, until `start`; requests wait for them."""
+        self.wake: Callable[[], Awaitable[None]] | None = None
+        """Waits until resting engines take requests again. Raises EngineUnavailable. None: they never rest."""
         self._config = config
         self._replicas = [
             Replica(config, self, place, number, None if number else process)
             for number, place in enumerate(_places(config))
         ]
         self._changing = asyncio.Lock()
-        self.adapters = ClientAdapters(names, self._engine_adapters, self._adapter_keys)
+        self.adapters = ClientAdapters(names, self._engine_adapters, self._adapter_keys, self.until_available)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
@@ -271,8 +287,8 @@ class Replicas:
 
     @property
     def trouble(self) -> str | None:
-        """Why no engine takes requests at present; None if one does."""
-        if any(replica.supervisor.is_ready for replica in self._staying):
+        """Why no engine takes requests at present; None if one does, or if they rest."""
+        if self.resting or any(replica.supervisor.is_ready for replica in self._staying):
             return None
         return str(self._staying[0].supervisor.unavailable or "the engine is being replaced")
 
@@ -281,18 +297,37 @@ class Replicas:
         """Answers that have not ended, running or waiting."""
         return len(self.outputs)
 
-    async def start(self) -> None:
-        """Start all, at the same time. Raises ConfigError with the reason of one that cannot."""
-        starts = [asyncio.create_task(replica.supervisor.start()) for replica in self]
+    async def start(self, process: EngineProcess | None = None) -> None:
+        """Start all, at the same time, the first one in `process` if it runs already.
+
+        Raises ConfigError with the reason of one that cannot; then all rest.
+        """
+        starts = [
+            asyncio.create_task(replica.supervisor.start(None if place else process))
+            for place, replica in enumerate(self)
+        ]
         try:
             await asyncio.gather(*starts)
         except BaseException:
             for start in starts:
                 start.cancel()
             await asyncio.wait(starts)
-            await self.stop()
+            await self.rest()
             raise
+        self.resting = False
         self._settle()
+
+    async def rest(self) -> None:
+        """End the engines until `start`. What they have not answered goes on then."""
+        self.resting = True
+        async with self._changing:
+            await asyncio.gather(*(replica.rest() for replica in self))
+
+    def fail(self, error: EngineUnavailable) -> None:
+        """End all requests: there is no engine to go on with them."""
+        for replica in self:
+            for generation in list(replica.workload.running.values()):
+                replica.workload.end(generation, error)
 
     async def add(self) -> Replica:
         """Start another engine. Raises ConfigError with the reason if there is no place for it, or it does not start.
@@ -311,7 +346,11 @@ class Replicas:
                 max_batch_requests=promised.max_batch_requests,
             )
             replica = Replica(config, self, place, number, None)
-            await replica.supervisor.start()
+            try:
+                await replica.supervisor.start()
+            except BaseException:
+                await replica.supervisor.stop()
+                raise
             self._replicas = sorted([*self, replica], key=lambda one: int(one.name))
             self._settle()
             self.move()
@@ -349,6 +388,8 @@ class Replicas:
 
     async def until_available(self) -> None:
         """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
+        while self.resting and self.wake is not None:
+            await self.wake()
         await until_one_is_available(self._supervisors)
 
     def check_alive(self) -> None:

@@ -112,14 +112,24 @@ class Supervisor:
         seconds = max(1.0, self._next_launch - time.monotonic())
         return EngineUnavailable(f"the engine does not stay alive: {self._trouble}", seconds)
 
-    async def start(self) -> None:
-        """Start the first engine. Raises ConfigError with its reason."""
+    async def start(self, process: EngineProcess | None = None) -> None:
+        """Start an engine, the first one or after a rest, in `process` if it runs already.
+
+        Raises ConfigError with its reason; then there is none, and it can be started again.
+        """
+        self._first = process or self._first
         try:
             await self._launch()
         except BaseException:
-            await self.stop()
+            await self._end()
             raise
         self._task = asyncio.create_task(self._forever())
+
+    async def rest(self) -> None:
+        """End the engine until `start` is called again. The owner keeps its requests."""
+        self.available.clear()
+        self._fruitless = 0
+        await self._end()
 
     def cease(self) -> None:
         """Hear nothing more of the engine from now on; `stop` is to follow."""
@@ -130,14 +140,19 @@ class Supervisor:
     async def stop(self) -> None:
         """End the engine and all attempts to have one."""
         self.cease()
-        if self._task is not None:
-            await asyncio.wait([self._task])
-        if self._link is not None:
-            await self._link.stop()
-            self._link.process.forget()
+        await self._end()
         if self._arena is not None:
             self._arena.close()
         self.available.set()
+
+    async def _end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if self._link is not None:
+            await self._link.stop()
+            self._link.process.forget()
 
     def send(self, message: WireMessage) -> None:
         """Sends a message to the engine if one takes requests; a later engine gets what it needs from the owner."""

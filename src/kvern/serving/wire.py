@@ -77,6 +77,8 @@ class Ready(WireMessage):
     """The most tokens of finished requests that the prefix cache keeps."""
     dp_attention_size: int = 1
     """Ranks that each run `max_batch_requests` sequences, of requests of their own."""
+    cache_bytes: int = 0
+    """The KV cache's size, on a CPU of memory that is taken as sequences grow."""
 
     @property
     def sequences(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from kvern.engine.output import OutputProcessor
-from kvern.errors import KvernError, RequestFailed, UnreadableContent, in_a_line
+from kvern.errors import EngineUnavailable, KvernError, RequestFailed, UnreadableContent, in_a_line
 from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import RequestOutput
@@ -215,7 +215,7 @@ class Workload:
                 self._supervisor.send(FinishRequests(generation.spec.answer_ids))
                 self.clear(generation)
 
-    def end(self, generation: Generation, error: RequestFailed) -> None:
+    def end(self, generation: Generation, error: RequestFailed | EngineUnavailable) -> None:
         """It cannot go on: its output has ended when others, in other threads as well, learn of the error."""
         self.abort([generation])
         generation.fail(error)

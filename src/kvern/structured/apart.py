@@ -59,6 +59,11 @@ class GrammarProcesses:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._running: set[asyncio.Task[None]] = set()
 
+    @property
+    def busy(self) -> bool:
+        """Some form is being compiled, or waits for its turn."""
+        return bool(self._busy)
+
     def start(self) -> None:
         """Begin to load the tokenizer, so that the first form does not wait for it."""
         if self._worker is None:

@@ -352,16 +352,22 @@ def choose_in(folder: Path, wanted: str) -> Path:
     return folder / choose([path.relative_to(folder).as_posix() for path in found], wanted, str(folder))[0]
 
 
-def choose(names: Iterable[str], wanted: str, where: str) -> list[str]:
-    """Chooses the files of one model in a folder or repository; its name ends with `wanted`, such as "Q4_K_M".
-
-    Raises ModelNotFound, which lists the models.
-    """
+def models_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the files of each model among names of files, by the model's name: without number and ending."""
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.endswith(ENDING) and not Path(name).name.startswith("mmproj"):
             match = _SPLIT.fullmatch(name)
             models.setdefault(match[1] if match else name.removesuffix(ENDING), []).append(name)
+    return models
+
+
+def choose(names: Iterable[str], wanted: str, where: str) -> list[str]:
+    """Chooses the files of one model in a folder or repository; its name ends with `wanted`, such as "Q4_K_M".
+
+    Raises ModelNotFound, which lists the models.
+    """
+    models = models_of(names)
     found = [stem for stem in models if stem.lower().endswith(wanted.lower().removesuffix(ENDING))]
     exact = [stem for stem in found if re.search(rf"(^|[-._/]){re.escape(wanted)}$", stem, re.IGNORECASE)]
     if wanted and len(exact) == 1:

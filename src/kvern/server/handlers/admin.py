@@ -1,6 +1,8 @@
 """Routes for administrators' API keys: load and unload adapters, add and remove engines while the server runs."""
 
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,6 +14,9 @@ from kvern.server.apis import Apis
 from kvern.server.bodies import read_object
 from kvern.server.http import json_response, until_gone
 from kvern.server.service import ServedEngine
+
+if TYPE_CHECKING:
+    from kvern.residency.keeper import Keeper, Resident
 
 LONGEST_NAME = 256
 LONGEST_PATH = 1024
@@ -64,7 +69,7 @@ class AdaptersApi:
         name = typed(body, "lora_name", str, "")
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
             raise wrong_value("lora_name", name, f"a name of 1 to {LONGEST_NAME} printable characters")
-        return name, self._service.engine_of(self._service.model(body)), body
+        return name, self._service.engine_of(await self._service.model(body)), body
 
     def _allowed(self, path: str) -> Path:
         """Returns the folder that a path names, symbolic links followed.
@@ -116,7 +121,44 @@ class EnginesApi:
         administrator's."""
         check_admin(request)
         body = await read_object(request)
-        return self._service.engine_of(self._service.model(body)), body
+        return self._service.engine_of(await self._service.model(body)), body
+
+
+class ModelsApi:
+    """Handlers of the routes that wake one of several models and put it to sleep."""
+
+    def __init__(self, apis: Apis) -> None:
+        self._service = apis.service
+
+    async def load(self, request: Request) -> Response:
+        """POST /v1/models/{model}/load: the answer comes when the model is awake."""
+        _, resident = self._found(request)
+        await until_gone(self._service.wake(resident.name), request.receive)
+        return self._told(resident)
+
+    async def sleep(self, request: Request) -> Response:
+        """POST /v1/models/{model}/sleep or /unload: the model is put to sleep when its requests have ended.
+
+        Its engines cannot sleep yet, so that it is cold then. The answer comes after `grace_seconds` at the latest.
+        """
+        keeper, resident = self._found(request)
+        if resident.model.terms.pin:
+            raise HttpError(409, f"model {resident.name} is pinned: start the server without its pin")
+        await until_gone(keeper.dismiss(resident, self._service.config.grace_seconds), request.receive)
+        return self._told(resident)
+
+    def _found(self, request: Request) -> "tuple[Keeper, Resident]":
+        check_admin(request)
+        name, keeper = request.path_params["model"], self._service.keeper
+        if keeper is None:
+            raise HttpError(409, "this server has one model, which is always awake: see the options models, models_dir")
+        if (resident := keeper.find(name)) is None:
+            self._service.engine_of(name)  # raises
+            raise AssertionError(name)
+        return keeper, resident
+
+    def _told(self, resident: "Resident") -> Response:
+        return json_response(self._service.entry(resident.name, int(time.time())))
 
 
 def check_admin(request: Request, instead: str = "") -> None:

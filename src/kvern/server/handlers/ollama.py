@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from kvern.api.fields import read_common, typed
 from kvern.api.ollama import LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds, timestamp
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.inputs import Prompt
+from kvern.errors import ConfigError
 from kvern.models.header import read_entries
 from kvern.models.pooling import POOLING_FILE
 from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
+from kvern.residency.options import keep_alive_of
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
@@ -85,6 +87,19 @@ class ModelFiles:
 SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
+def outline(weights: Sequence[Path]) -> ModelFiles:
+    """Reads what is known of a checkpoint, or of a GGUF model, that was not loaded yet: its size, and its configuration
+    if there is one beside it."""
+    if not weights:
+        return ModelFiles({}, 0, 0, 0.0, "")
+    if weights[0].suffix != ".gguf":
+        return read_files(weights[0].parent)
+    statuses = [file.stat() for file in weights]
+    size, modified = sum(status.st_size for status in statuses), max(status.st_mtime for status in statuses)
+    digest = hashlib.sha256("\n".join(f"{file.name} {file.stat().st_size}" for file in weights).encode()).hexdigest()
+    return ModelFiles({"quantization_config": {"quant_method": "gguf"}}, size, 0, modified, digest)
+
+
 @functools.cache
 def read_files(folder: Path) -> ModelFiles:
     """Reads the sizes and the configuration of a checkpoint, once."""
@@ -105,10 +120,11 @@ def read_files(folder: Path) -> ModelFiles:
     )
 
 
-def entry(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
-    """Returns a model's entry in the list of models; a name without a tag gets ollama's."""
+def entry(name: str, models: Sequence[str], files: ModelFiles) -> dict[str, Any]:
+    """Returns an entry in the list of models, of the names `models` or of an adapter of theirs; a name without a tag
+    gets ollama's."""
     full = name if ":" in name else name + LATEST
-    details = files.details if name in engine.models else {**files.details, "parent_model": engine.models[0]}
+    details = files.details if name in models else {**files.details, "parent_model": models[0]}
     modified = timestamp(files.modified)
     return {
         "name": full,
@@ -120,14 +136,14 @@ def entry(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
     }
 
 
-def running(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
+def running(name: str, engine: ServedEngine, files: ModelFiles, expires: str) -> dict[str, Any]:
     """Returns a model's entry in the list of loaded models."""
     on_gpu = files.size if engine.client.replicas.ready.gpu is not None else 0
-    told = entry(name, engine, files)
+    told = entry(name, engine.models, files)
     del told["modified_at"]
     return {
         **told,
-        "expires_at": FOR_EVER,
+        "expires_at": expires,
         "size_vram": on_gpu,
         "context_length": engine.client.inputs.max_model_len,
     }
@@ -135,29 +151,35 @@ def running(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any
 
 def card(name: str, engine: ServedEngine, files: ModelFiles) -> dict[str, Any]:
     """Returns the details of a model."""
-    client, told = engine.client, entry(name, engine, files)
+    client, told = engine.client, entry(name, engine.models, files)
+    about = {"context_length": client.inputs.max_model_len, "vocab_size": client.inputs.vocab_size}
+    template = client.tokenizer.chat_template.source(tools=False)
+    return {**card_of_files(name, told, files, about), "template": template, "capabilities": capabilities(engine)}
+
+
+def card_of_files(name: str, told: Mapping[str, Any], files: ModelFiles, about: Mapping[str, object]) -> dict[str, Any]:
+    """Returns the details of a model that are in its files, and `about` it."""
     config, family = files.config, files.details["family"]
     about = {
-        "context_length": client.inputs.max_model_len,
+        **about,
         "embedding_length": config.get("hidden_size"),
         "block_count": config.get("num_hidden_layers"),
         "feed_forward_length": config.get("intermediate_size"),
         "attention.head_count": config.get("num_attention_heads"),
         "attention.head_count_kv": config.get("num_key_value_heads"),
-        "vocab_size": client.inputs.vocab_size,
     }
     known = {f"{family}.{key}": value for key, value in about.items() if isinstance(value, int)}
     return {
         "modelfile": f"FROM {name}",
         "parameters": "",
-        "template": client.tokenizer.chat_template.source(tools=False),
+        "template": "",
         "details": told["details"],
         "model_info": {
             "general.architecture": family,
             "general.parameter_count": files.parameters,
             **known,
         },
-        "capabilities": capabilities(engine),
+        "capabilities": [],
         "modified_at": told["modified_at"],
     }
 
@@ -196,14 +218,17 @@ class OllamaApi:
         url = path_of(request.scope)
         key = request.state.key
         body = await read_object(request)
-        model, shown = self._model(body), named(body)
+        model, shown = await self._model(body), named(body)
         asked = ollama.read_body(body, url)
+        stays = self._keep(model, body)
         headers = ignored_header(ollama.ignored_options(body), ollama.KNOWN)
         chat = await self._chat(asked, model, key)
         headers |= header_of_names(LACKS_HEADER, () if chat is None else chat.lacks)
         writer = OllamaWriter(url, str(shown or model), chat)
         if asked.is_empty:
-            return json_response(writer.loaded(), headers=headers)
+            if stays:
+                await self._service.wake(model)
+            return json_response(writer.loaded("load" if stays else "unload"), headers=headers)
         prompts: list[Prompt] = [asked.prompt if chat is None else chat.prompt]
         params = asked.params if chat is None else chat.params
         if asked.suffix:
@@ -240,7 +265,8 @@ class OllamaApi:
         """
         began, is_old = time.monotonic(), path_of(request.scope).endswith("embeddings")
         body = await read_object(request)
-        model, shown = self._model(body), named(body)
+        model, shown = await self._model(body), named(body)
+        self._keep(model, body)
         client = self._service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
         name = "prompt" if is_old else "input"
@@ -264,15 +290,38 @@ class OllamaApi:
 
     async def tags(self, request: Request) -> Response:
         """GET /api/tags: the models."""
-        return json_response({"models": await self._each(entry)})
+        told, keeper = [], self._service.keeper
+        for engine in self._service.engines:
+            files = await _files(engine.client.folder)
+            told += [entry(name, engine.models, files) for name in engine.names]
+        for resident in [] if keeper is None else keeper.residents:
+            if resident.client is None:
+                files = await asyncio.to_thread(outline, resident.model.files)
+                told += [entry(name, resident.model.engine.model_names, files) for name in resident.names]
+        return json_response({"models": told})
 
     async def loaded(self, request: Request) -> Response:
-        """GET /api/ps: the models in memory, which are all models."""
-        return json_response({"models": await self._each(running)})
+        """GET /api/ps: the models in memory: all models, of several those that are awake."""
+        return json_response(
+            {
+                "models": [
+                    running(name, engine, await _files(engine.client.folder), expires)
+                    for engine in self._service.engines
+                    if (expires := self._expires(engine)) is not None
+                    for name in engine.names
+                ]
+            }
+        )
 
     async def show(self, request: Request) -> Response:
-        """POST /api/show: details of a model."""
-        model = self._model(await read_object(request))
+        """POST /api/show: details of a model, which is not woken for that."""
+        body, keeper = await read_object(request), self._service.keeper
+        resident = None if keeper is None else keeper.find(self._named(body))
+        if resident is not None and resident.client is None:
+            files, model = await asyncio.to_thread(outline, resident.model.files), str(self._named(body))
+            told = entry(model, resident.model.engine.model_names, files)
+            return json_response(card_of_files(model, told, files, {}))
+        model = await self._model(body)
         engine = self._service.engine_of(model)
         return json_response(card(model, engine, await _files(engine.client.folder)))
 
@@ -287,19 +336,41 @@ class OllamaApi:
         message = f"{what}: this server has {names} and keeps them; for another model start another: kvern serve MODEL"
         raise HttpError(403, message)
 
-    def _model(self, body: dict[str, Any]) -> str:
+    async def _model(self, body: dict[str, Any]) -> str:
         """Returns the model that a body names, with ollama's tag or without. Raises HttpError if there is none."""
+        return await self._service.model({"model": self._named(body)})
+
+    def _named(self, body: dict[str, Any]) -> object:
         name = named(body)
         if isinstance(name, str) and name not in self._service.names:
-            name = name.removesuffix(LATEST)
-        return self._service.model({"model": name})
+            return name.removesuffix(LATEST)
+        return name
 
-    async def _each(self, tell: Any) -> list[dict[str, Any]]:
-        return [
-            tell(name, engine, await _files(engine.client.folder))
-            for engine in self._service.engines
-            for name in engine.names
-        ]
+    def _keep(self, model: str, body: dict[str, Any]) -> bool:
+        """Lets one of several models stay awake as long as a body says; returns False if that is not at all.
+
+        Raises HttpError.
+        """
+        keeper, value = self._service.keeper, body.get("keep_alive")
+        if keeper is None or value is None or (resident := keeper.find(model)) is None:
+            return True
+        try:
+            seconds = keep_alive_of(value, "keep_alive")
+        except ConfigError as error:
+            raise HttpError(400, str(error), param="keep_alive") from error
+        keeper.residency.keep(resident.name, seconds)
+        return seconds != 0
+
+    def _expires(self, engine: ServedEngine) -> str | None:
+        """Returns when a model is put to sleep if nobody asks it; None if it is not awake."""
+        keeper = self._service.keeper
+        resident = None if keeper is None else keeper.find(engine.models[0])
+        if keeper is None or resident is None:
+            return FOR_EVER
+        if keeper.state(resident) != "awake":
+            return None
+        when = keeper.residency.expires_at(resident.name)
+        return FOR_EVER if when is None else timestamp(time.time() + when - time.monotonic())
 
 
 def named(body: dict[str, Any]) -> object:

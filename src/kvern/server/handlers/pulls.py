@@ -62,7 +62,9 @@ class Pulls:
             raise HttpError(409, f"{named(body)} is served: end its server first")
         model = _hub_name(body)
         name = model.partition(":")[0]
-        if any(model_folder(name) in engine.client.folder.parents for engine in self._service.engines):
+        if any(model_folder(name) in engine.client.folder.parents for engine in self._service.engines) or name in (
+            {} if self._service.keeper is None else {one.model.engine.model for one in self._service.keeper.residents}
+        ):
             raise HttpError(409, f"{model} is served: end its server first")
         if self._running[name]:
             raise HttpError(409, f"{model} is being pulled: wait until that ends")

@@ -1,0 +1,248 @@
+"""The keeper of several models: carries out what `Residency` decides, and measures what it costs.
+
+    request --use--> Residency --decide--> moves --> EngineClient.start and .rest --measure--> Residency
+
+One task decides, after every request and every move, and each move is a task: a model that loads holds up nobody but
+its own requests. A process that has imported what engines need is kept in reserve for the next model that is woken.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
+from kvern.observe.metrics import ModelFigures
+from kvern.residency.options import ServedModel
+from kvern.residency.policy import Footprint, Move, Residency, State
+from kvern.serving.child import EngineChild, EngineProcess
+from kvern.serving.client import EngineClient
+
+logger = logging.getLogger("kvern")
+
+LOOK_SECONDS = 0.05
+"""The interval of checks whether a model that was dismissed has gone."""
+GRACE_SECONDS = 2.0
+"""Seconds in which requests may end before their model is put to sleep; later ones go on when it is woken."""
+
+
+class Resident:
+    """One of several models. Its client is made with its first request, and stays."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        self.client: EngineClient | None = None
+        self.figures = ModelFigures(model.name)
+        self.trouble = ""
+        """Why it could not be woken the last time."""
+        self.waiting: set[asyncio.Future[None]] = set()
+        """Who waits until it is awake."""
+
+    @property
+    def name(self) -> str:
+        """The model's first name."""
+        return self.model.name
+
+    @property
+    def names(self) -> list[str]:
+        """The values of `model` for it and its adapters."""
+        if self.client is None:
+            return self.model.names
+        return [*self.client.names, *(adapter.name for adapter in self.client.adapters.names.all())]
+
+
+class Keeper:
+    """Keeps models within `memory` bytes. Belongs to one event loop; begins and ends as a context.
+
+    `known` is called with a client when it can make requests, before the first is made.
+    """
+
+    def __init__(self, models: Sequence[ServedModel], memory: int, process: EngineProcess | None) -> None:
+        """`process`: one that runs already, for the first model that is woken. Raises ModelNotFound."""
+        self.residency = Residency(memory)
+        self.residents = [Resident(model) for model in models]
+        self.known: Callable[[EngineClient], None] = lambda client: None
+        self._by_name = {resident.name: resident for resident in self.residents}
+        self._reserve = process
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._deciding: asyncio.Task[None] | None = None
+        for model in models:
+            self.residency.add(model.name, model.terms, model.estimate(), time.monotonic())
+
+    async def __aenter__(self) -> "Keeper":
+        """Wakes the models that are pinned. Raises ConfigError with the reason of one that cannot be woken."""
+        self._deciding = asyncio.create_task(self._decide_forever())
+        try:
+            pinned = [resident for resident in self.residents if resident.model.terms.pin]
+            await asyncio.gather(*map(self.meet, pinned))
+        except BaseException as error:
+            await self.__aexit__()
+            if isinstance(error, EngineUnavailable):
+                raise ConfigError(str(error)) from error
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Aborts what runs, and ends all processes."""
+        for task in (*self._tasks, *([self._deciding] if self._deciding else [])):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(one.client.__aexit__() for one in self.residents if one.client is not None))
+        if self._reserve is not None:
+            self._reserve.kill()
+            self._reserve.forget()
+
+    def find(self, name: object) -> Resident | None:
+        """Returns the model of this name, or of the adapter of this name."""
+        return next((resident for resident in self.residents if name in resident.names), None)
+
+    def state(self, resident: Resident) -> State:
+        """Returns the state of a model."""
+        return self.residency.states[resident.name]
+
+    async def meet(self, resident: Resident) -> EngineClient:
+        """Returns a model's client, which knows the model, woken for that if it never was. Raises EngineUnavailable."""
+        if resident.client is None:
+            with self.use(resident):
+                await self.awake(resident)
+        assert resident.client is not None
+        return resident.client
+
+    async def dismiss(self, resident: Resident, seconds: float) -> State:
+        """Puts a model to sleep once it has no requests; returns its state then, or after so many seconds."""
+        self.residency.dismiss(resident.name)
+        self._news.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.state(resident) == "awake":
+                    await asyncio.sleep(LOOK_SECONDS)
+        return self.state(resident)
+
+    @contextlib.contextmanager
+    def use(self, resident: Resident) -> Iterator[None]:
+        """Wants the model awake until the block ends."""
+        self.residency.asked(resident.name, time.monotonic())
+        self._news.set()
+        try:
+            yield
+        finally:
+            self.residency.ended(resident.name, time.monotonic())
+            self._news.set()
+
+    async def awake(self, resident: Resident) -> None:
+        """Waits until a model that is in use is awake. Raises EngineUnavailable with the reason if it cannot be."""
+        if self.residency.moving(resident.name) is None:
+            if self.state(resident) == "awake":
+                return
+            if seconds := self.residency.barred(resident.name, time.monotonic()):
+                raise _unavailable(resident, seconds)
+        waiter = asyncio.get_running_loop().create_future()
+        resident.waiting.add(waiter)
+        try:
+            await waiter
+        finally:
+            resident.waiting.discard(waiter)
+
+    async def _decide_forever(self) -> None:
+        while True:
+            self._news.clear()
+            try:
+                next_at = self._decide()
+                seconds = None if next_at is None else max(0.0, next_at - time.monotonic())
+            except Exception:
+                logger.exception("the keeper of models has a fault")
+                seconds = GRACE_SECONDS
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._news.wait()
+
+    def _decide(self) -> float | None:
+        decision = self.residency.decide(time.monotonic())
+        for name, reason in decision.refused.items():
+            self._fail(self._by_name[name], reason)
+        for move in decision.moves:
+            task = asyncio.create_task(self._carry_out(move))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return decision.next_at
+
+    async def _carry_out(self, move: Move) -> None:
+        resident = self._by_name[move.name]
+        try:
+            if move.state == "awake":
+                await self._wake(resident)
+            else:
+                await self._rest(resident)
+        finally:
+            self._news.set()
+
+    async def _wake(self, resident: Resident) -> None:
+        began = time.monotonic()
+        try:
+            client = resident.client
+            if client is None:
+                client = await asyncio.to_thread(EngineClient, resident.model.engine)
+                client.replicas.wake = lambda: self.awake(resident)
+            await client.start(self._taken())
+        except Exception as error:
+            if not isinstance(error, KvernError):
+                logger.exception("model %s cannot be woken", resident.name)
+            self.residency.failed(resident.name, time.monotonic())
+            self._fail(resident, str(error) if isinstance(error, KvernError) else in_a_line(error))
+            return
+        seconds = time.monotonic() - began
+        held = await asyncio.to_thread(memory_of, client)
+        self.residency.moved(resident.name, time.monotonic(), Footprint(held, seconds))
+        resident.figures.woke(seconds, held)
+        if resident.client is None:
+            resident.client = client
+            self.known(client)
+        for waiter in resident.waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._reserve is None and any(state != "awake" for state in self.residency.states.values()):
+            self._reserve = EngineChild()
+
+    async def _rest(self, resident: Resident) -> None:
+        client = resident.client
+        assert client is not None, "a model that is awake has a client"
+        client.replicas.resting = True  # requests that come now wait
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_SECONDS):
+                for replica in client.replicas:
+                    await replica.workload.until_ended()
+        await client.rest()
+        self.residency.moved(resident.name, time.monotonic())
+        resident.figures.rests()
+
+    def _fail(self, resident: Resident, reason: str) -> None:
+        """Ends all that wait for a model that cannot be woken."""
+        resident.trouble = reason
+        seconds = self.residency.barred(resident.name, time.monotonic())
+        logger.warning("model %s cannot be woken: %s", resident.name, reason)
+        for waiter in resident.waiting:
+            if not waiter.done():
+                waiter.set_exception(_unavailable(resident, seconds))
+        if resident.client is not None:
+            resident.client.replicas.fail(_unavailable(resident, seconds))
+
+    def _taken(self) -> EngineProcess | None:
+        """Returns the process that is kept in reserve, if it still runs."""
+        process, self._reserve = self._reserve, None
+        if process is not None and process.returncode is not None:
+            process.forget()
+            return None
+        return process
+
+
+def _unavailable(resident: Resident, seconds: float) -> EngineUnavailable:
+    return EngineUnavailable(f"model {resident.name} cannot be woken: {resident.trouble}", max(1.0, seconds))
+
+
+def memory_of(client: EngineClient) -> int:
+    """Returns the bytes of memory of a model's engines with their KV caches, used or not."""
+    links = [replica.supervisor.link for replica in client.replicas]
+    return sum(link.ready.cache_bytes + link.process.memory() for link in links)

@@ -1,0 +1,178 @@
+"""Several models as a user names them: in options, in a configuration file, or in a folder."""
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, did_you_mean, shown
+from kvern.models.hub import WEIGHTS, local_model
+from kvern.options.values import converted
+from kvern.plugins import imported
+from kvern.residency.policy import Footprint, Terms
+from kvern.text.tokenizer import read_json
+
+OF_ONE_MODEL = (
+    "model",
+    "revision",
+    "tokenizer",
+    "chat_template",
+    "chat_template_kwargs",
+    "hf_overrides",
+    "draft_model",
+    "adapters",
+    "served_model_name",
+)
+"""Engine options that say something of one model; all others hold for each model that has no value of its own."""
+OWN = {"aliases": tuple[str, ...], "pin": bool, "keep_alive": str | float, "weight": float}
+"""Options of a model that no engine has, and their types."""
+UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+PROCESS_BYTES = 400_000_000
+"""An estimate of what an engine's process takes beside weights and KV cache."""
+CACHE_BYTES = 1 << 30
+"""An estimate of a KV cache, unless its number of tokens is given and makes it smaller."""
+START_SECONDS = 3.0
+BYTES_PER_SECOND = 1e9
+"""Estimates of a process's start, and of loading weights; both are replaced by what the first wake takes."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One of several models of a server."""
+
+    engine: EngineConfig
+    terms: Terms = Terms()
+
+    @property
+    def name(self) -> str:
+        """The name in lists and metrics."""
+        return self.engine.model_names[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The values of `model` for this model and its adapters, as far as they are known before it is loaded."""
+        return [*self.engine.model_names, *self.engine.adapters]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of its weights; none if they are not on this machine yet. Raises ModelNotFound."""
+        found = local_model(self.engine.model or "") if self.engine.model is not None else None
+        if found is None:
+            return []
+        if found.is_file():
+            return list(_parts(found))
+        return [*found.glob(WEIGHTS)]
+
+    def estimate(self) -> Footprint:
+        """Returns what it probably takes. Raises ModelNotFound."""
+        weights = sum(file.stat().st_size for file in self.files)
+        taken = PROCESS_BYTES + int(1.1 * weights) + self._cache_bytes()
+        return Footprint(taken, START_SECONDS + weights / BYTES_PER_SECOND)
+
+    def _cache_bytes(self) -> int:
+        tokens, files = self.engine.kv_cache_tokens, self.files
+        if tokens is None or not files or not (path := files[0].with_name("config.json")).is_file():
+            return CACHE_BYTES
+        config = read_json(path)
+        config = config.get("text_config", config)
+        layers, width = (config.get(name) for name in ("num_hidden_layers", "hidden_size"))
+        most = tokens * layers * width * 8 if isinstance(layers, int) and isinstance(width, int) else CACHE_BYTES
+        return min(CACHE_BYTES, most)  # keys and values in 32 bits, of as many heads as there are queries
+
+
+def served_models(
+    engine: EngineConfig, models: Mapping[str, Any], folder: Path | None, source: str = "models"
+) -> list[ServedModel]:
+    """Returns the models of a server: that of `engine` if it names one, those by name, and those in a folder.
+
+    `models` maps names to options, or to the model alone. The first one answers requests that name none.
+
+    Raises ConfigError if there is none, if two have one name, or for a wrong option; ModelNotFound.
+    """
+    found = [] if engine.model is None else [ServedModel(engine)]
+    plain = EngineConfig()
+    own = {name: getattr(plain, name) for name in OF_ONE_MODEL if getattr(engine, name) != getattr(plain, name)}
+    if own and not found:
+        raise ConfigError(f"{next(iter(own))} is for one model: write it below that model in {source}")
+    common = dataclasses.replace(engine, **own)
+    found += [_model(name, options, common, f"{source}.{name}") for name, options in models.items()]
+    if folder is not None:
+        named = {name for one in found for name in one.names}
+        found += [one for one in in_folder(folder, common) if one.name not in named]
+    if not found:
+        raise ConfigError(f"models_dir {folder} has no model: put folders with config.json there, or GGUF files")
+    names = [name for one in found for name in one.names]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
+    for one in found:
+        if one.engine.device == "cuda" or one.engine.executor == "ray":
+            raise ConfigError(f"model {one.name}: several models in one server run on this machine's CPU: device cpu")
+        assert one.files is not None  # a model that is neither here nor on the hub is refused at once
+    return found
+
+
+def in_folder(folder: Path, common: EngineConfig) -> list[ServedModel]:
+    """Returns the models in a folder: folders of checkpoints, also of organisation/name, and GGUF files."""
+    if not folder.is_dir():
+        raise ConfigError(f"models_dir is {folder}: there is no such folder")
+    found: dict[str, Path] = {}
+    for config in sorted([*folder.glob("*/config.json"), *folder.glob("*/*/config.json")]):
+        if any(config.parent.glob(WEIGHTS)):
+            found[config.parent.relative_to(folder).as_posix()] = config.parent
+    files = [path for pattern in ("*.gguf", "*/*.gguf", "*/*/*.gguf") for path in folder.glob(pattern)]
+    models_of = imported("kvern.formats.gguf.files:models_of")
+    for parts in models_of(path.relative_to(folder).as_posix() for path in files).values():
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(parts[0]).stem)
+        found.setdefault(stem if stem not in found else Path(parts[0]).with_suffix("").as_posix(), folder / parts[0])
+    return [
+        ServedModel(dataclasses.replace(common, model=str(path), served_model_name=(name,)))
+        for name, path in found.items()
+    ]
+
+
+def _model(name: str, given: Any, common: EngineConfig, source: str) -> ServedModel:
+    """Returns a model of these options. Raises ConfigError."""
+    options = {"model": given} if isinstance(given, str) else given
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{source} is {shown(given)}: it must be a model, or a table of options with a model")
+    types = {**typing.get_type_hints(EngineConfig), **OWN}
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        option = key.replace("-", "_")
+        if option not in types:
+            raise ConfigError(f"{source}.{key} is no option of a model{did_you_mean(option, types)}")
+        values[option] = converted(option, value, types, f"{source}.{key}", strict=True)
+    if values.get("model") is None:
+        raise ConfigError(f"{source} has no model: give the folder, GGUF file, hub id, or name of an embedded model")
+    aliases, pin = values.pop("aliases", ()), values.pop("pin", False)
+    weight = values.pop("weight", 1.0)
+    if not 0 < weight < math.inf:
+        raise ConfigError(f"{source}.weight is {weight}: it must be above 0")
+    terms = Terms(weight, pin, keep_alive_of(values.pop("keep_alive", -1), f"{source}.keep_alive"))
+    values["served_model_name"] = (name, *aliases, *values.get("served_model_name", ()))
+    return ServedModel(dataclasses.replace(common, **values), terms)
+
+
+def keep_alive_of(value: object, source: str) -> float | None:
+    """Returns the seconds that a model stays awake without requests, from seconds or a time such as 5m or 1h30m; None
+    for a negative one: until others need the memory. Raises ConfigError."""
+    text = str(value).strip()
+    sign, text = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    parts = re.findall(r"(\d+(?:\.\d+)?)([a-z]*)", text)
+    if "".join(number + unit for number, unit in parts) != text or not parts:
+        parts = [("", "?")]
+    if not all(unit in UNITS for _, unit in parts):
+        raise ConfigError(f"{source} is {shown(value)}: it must be seconds, or a time such as 90s, 5m or 1h30m")
+    seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
+    return None if sign < 0 else seconds
+
+
+def _parts(file: Path) -> Iterator[Path]:
+    """Yields the files of a GGUF model, which may be split."""
+    found = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", file.name)
+    yield from file.parent.glob(f"{found[1]}*{found[2]}") if found else (file,)

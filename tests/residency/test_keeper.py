@@ -1,0 +1,191 @@
+"""Several models in one server, woken by requests, put to sleep for each other; failures reach their own requests."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from kvern import EngineConfig, SamplingParams
+from kvern.residency.keeper import Keeper
+from kvern.residency.options import ServedModel
+from kvern.residency.policy import Terms
+from kvern.server.app import Server
+from kvern.server.config import ServerConfig
+from kvern.server.keys import KeyRing
+from kvern.serving.client import EngineClient
+from tests.support.encoders import make_encoder
+from tests.support.peft_adapters import make_adapter
+from tests.support.served import PATIENCE
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
+
+OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_tokens": 2048, "dtype": "float32", "device": "cpu"}
+BODY = {"prompt": [5, 9, 17, 33, 2, 81], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+MUCH = 1 << 36
+PLAIN = Terms()
+
+
+def served(name: str, model: Path | str, *aliases: str, terms: Terms = PLAIN, **options: Any) -> ServedModel:
+    return ServedModel(
+        EngineConfig(str(model), served_model_name=(name, *aliases), **{**OPTIONS, **options}),
+        terms,
+    )
+
+
+@asynccontextmanager
+async def server_of(
+    models: Sequence[ServedModel], memory: int = MUCH
+) -> AsyncIterator[tuple[httpx2.AsyncClient, Keeper]]:
+    async with Keeper(models, memory, None) as keeper:
+        config = ServerConfig(api_key=("admin:secret admin=1",))
+        app = Server([], config, KeyRing(config), keeper=keeper).app()
+        headers = {"authorization": "Bearer secret"}
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1", headers=headers, timeout=PATIENCE
+        ) as http:
+            yield http, keeper
+
+
+async def said(http: httpx2.AsyncClient, model: str, **body: Any) -> str:
+    answer = (await http.post("/v1/completions", json=BODY | {"model": model, **body})).json()
+    assert answer.get("model") == model, answer
+    return str(answer["choices"][0]["text"])
+
+
+async def states(http: httpx2.AsyncClient) -> dict[str, str]:
+    return {entry["id"]: entry["state"] for entry in (await http.get("/v1/models")).json()["data"]}
+
+
+def test_two_models_take_turns_and_answer_as_if_they_had_never_slept(tiny_model: Path) -> None:
+    """There is memory for one: the second request of the first model wakes it again."""
+
+    async def run() -> None:
+        models = [served("one", "kvern-1m", "alias"), served("two", tiny_model)]
+        memory = max(model.estimate().awake for model in models) + 1
+        async with server_of(models, memory) as (http, keeper):
+            assert await states(http) == {"one": "cold", "alias": "cold", "two": "cold"}
+            first = await said(http, "alias")
+            assert await states(http) == {"one": "awake", "alias": "awake", "two": "cold"}
+            other = await said(http, "two")
+            assert await states(http) == {"one": "cold", "alias": "cold", "two": "awake"}
+            keeper.residency.memory = memory = int(1.5 * keeper.residency.footprint("two").awake)  # that was estimated
+            assert [await said(http, "one"), await said(http, "two")] == [first, other]
+            assert (await http.get("/ready")).json()["ready"]
+            figures = (await http.get("/metrics")).text
+            for name in ("one", "two"):
+                assert f'kvern:model_wakes_total{{model_name="{name}"}} 2.0' in figures
+                assert f'kvern:engine_restarts_total{{model_name="{name}"}} 0.0' in figures
+                assert f'kvern:request_success_total{{finished_reason="length",model_name="{name}"}} 2.0' in figures
+            assert 'kvern:engine_ready{model_name="one"} NaN' in figures
+            assert keeper.residency.held <= memory
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_be_woken_fails_its_own_requests_alone(tiny_model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    [weights] = broken.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    async def run() -> None:
+        async with server_of([served("good", "kvern-1m"), served("broken", broken)]) as (http, _):
+            expected = await said(http, "good")
+            fifty = [http.post("/v1/completions", json=BODY | {"model": "broken"}) for _ in range(50)]
+            answers = asyncio.gather(*fifty)
+            assert [await said(http, "good") for _ in range(5)] == [expected] * 5
+            for answer in await answers:
+                assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+                message = answer.json()["error"]["message"]
+                assert message.startswith("model broken cannot be woken: ") and "safetensors" in message
+            again = await http.post("/v1/completions", json=BODY | {"model": "broken"})
+            assert again.status_code == 503, "it is not tried again at once"
+            assert await states(http) == {"good": "awake", "broken": "cold"}
+            assert await said(http, "good") == expected
+
+    asyncio.run(run())
+
+
+def test_administrators_wake_models_and_put_them_to_sleep(tiny_model: Path) -> None:
+    async def run() -> None:
+        async with server_of([served("chat", "kvern-1m", terms=Terms(pin=True)), served("tiny", tiny_model)]) as (
+            http,
+            _,
+        ):
+            assert await states(http) == {"chat": "awake", "tiny": "cold"}
+            assert (await http.post("/v1/models/tiny/load")).json()["state"] == "awake"
+            assert (await http.post("/v1/models/tiny/unload")).json()["state"] == "cold"
+            refused = await http.post("/v1/models/chat/sleep")
+            assert refused.status_code == 409 and "chat is pinned" in refused.text
+            assert (await http.post("/v1/models/nothing/load")).status_code == 404
+            assert (await http.post("/v1/models/chat/load", headers={"authorization": "Bearer x"})).status_code == 401
+
+    asyncio.run(run())
+
+
+@pytest.mark.nightly
+def test_a_generative_model_an_embedder_and_an_adapter_side_by_side(tiny_model: Path, tmp_path: Path) -> None:
+    encoder = make_encoder("bert", tmp_path / "encoder")
+    make_adapter(tiny_model, tmp_path / "adapter", 0, r=4)
+    plain = EngineConfig(
+        str(encoder), served_model_name=("embedder",), threads=1, dtype="float32", device="cpu", max_model_len=32
+    )
+    tiny = served("tiny", tiny_model, adapters={"fox": str(tmp_path / "adapter")})
+
+    async def run() -> None:
+        async with server_of([served("chat", "kvern-1m"), ServedModel(plain), tiny]) as (http, _):
+            texts = await asyncio.gather(*(said(http, name) for name in ("chat", "tiny", "fox")))
+            assert len(set(texts)) == 3
+            wanted = {"model": "embedder", "input": "red foxes"}
+            told = (await http.post("/v1/embeddings", json=wanted)).json()["data"]
+            pairs = {"model": "embedder", "query": "red", "documents": ["foxes", "red"]}
+            assert len((await http.post("/v1/rerank", json=pairs)).json()["results"]) == 2
+            for name in ("embedder", "tiny"):
+                assert (await http.post(f"/v1/models/{name}/unload")).json()["state"] == "cold"
+            assert (await http.post("/v1/embeddings", json=wanted)).json()["data"] == told
+            assert await said(http, "fox") == texts[2], "its adapter is read again"
+            assert (await http.post("/v1/embeddings", json=wanted | {"model": "chat"})).status_code == 400
+
+    asyncio.run(run())
+
+
+def test_what_an_engine_has_begun_goes_on_after_a_rest() -> None:
+    """Requests are preempted: they get the tokens that they would have got."""
+    params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
+
+    async def run() -> None:
+        async with EngineClient(EngineConfig("kvern-1m", **OPTIONS)) as client:
+
+            async def tokens(rest: bool) -> list[int]:
+                news = asyncio.Event()
+                generation = await client.replicas.submit("A fox", params, news=news)
+                async for _ in client.replicas.follow([generation], news):
+                    if rest and len(generation.output.outputs[0].token_ids) >= 5:
+                        rest = False
+                        await client.rest()
+                        assert not generation.output.finished and client.replicas.trouble is None
+                        await client.start()
+                return generation.output.outputs[0].token_ids
+
+            expected = await tokens(rest=False)
+            assert await tokens(rest=True) == expected
+            assert await tokens(rest=False) == expected
+
+    asyncio.run(run())
+
+
+@pytest.mark.nightly
+def test_a_pinned_model_that_cannot_be_woken_ends_the_start(tiny_model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tiny_model, tmp_path / "broken")
+    (broken / "config.json").write_text("{}")
+
+    async def run() -> None:
+        async with server_of([served("broken", broken, terms=Terms(pin=True))]):
+            raise AssertionError("it must not serve")
+
+    with pytest.raises(Exception, match="model broken cannot be woken"):
+        asyncio.run(run())

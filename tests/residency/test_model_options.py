@@ -1,0 +1,110 @@
+"""Several models as users name them: flags, configuration files, folders."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import EngineConfig
+from kvern.cli.main import read_command
+from kvern.errors import ConfigError, ModelNotFound
+from kvern.residency.options import keep_alive_of, served_models
+from kvern.residency.policy import Terms
+
+CPU = EngineConfig(device="cpu", threads=3)
+
+
+def models_of(*arguments: str, **environment: str) -> tuple[str | None, dict[str, Any]]:
+    command, _ = read_command(["serve", *arguments], environment)
+    return command.engine.model, dict(command.server.models)
+
+
+def test_flags_name_one_model_or_several() -> None:
+    assert models_of("--model", "a/b") == ("a/b", {})
+    assert models_of("--model", "/a/b=c") == ("/a/b=c", {})
+    assert models_of("--model", "chat=a/b=c", "--threads", "1") == (None, {"chat": "a/b=c"})
+    assert models_of("--model=chat=a", "--model", "b/c") == (None, {"chat": "a", "b/c": "b/c"})
+    assert models_of(KVERN_MODELS='{"chat": {"model": "a", "pin": true}}') == (
+        None,
+        {"chat": {"model": "a", "pin": True}},
+    )
+    with pytest.raises(ConfigError, match="--model gives a twice"):
+        models_of("--model", "a=b", "--model", "a=c")
+
+
+def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
+    file = tmp_path / "kvern.yaml"
+    file.write_text(
+        "max-model-len: 512\nmodels:\n  chat: {model: kvern-12m, pin: true, aliases: [gpt-4o]}\n"
+        "  small: {model: kvern-1m, max-model-len: 64, keep_alive: 5m, weight: 2}\n"
+    )
+    command, _ = read_command(["serve", "--config", str(file), "--device", "cpu"], {})
+    chat, small = served_models(command.engine, command.server.models, None)
+    assert (chat.name, chat.names, chat.terms) == ("chat", ["chat", "gpt-4o"], Terms(pin=True))
+    assert (chat.engine.model, chat.engine.max_model_len) == ("kvern-12m", 512)
+    assert (small.engine.max_model_len, small.terms) == (64, Terms(weight=2.0, keep_alive=300.0))
+    assert small.estimate().awake > 1 << 30 and small.estimate().asleep is None
+    [tiny] = served_models(CPU, {"tiny": {"model": "kvern-1m", "kv_cache_tokens": 1024}}, None)
+    assert 400_000_000 < tiny.estimate().awake < 500_000_000
+
+
+def test_a_model_without_a_name_comes_first_and_keeps_its_options() -> None:
+    engine = EngineConfig("kvern-12m", device="cpu", adapters={"fox": "/fox"}, max_model_len=256)
+    first, second = served_models(engine, {"small": "kvern-1m"}, None)
+    assert first.engine is engine and first.names == ["kvern-12m", "fox"]
+    assert (second.names, second.engine.max_model_len, second.engine.adapters) == (["small"], 256, {})
+
+
+def test_a_folder_of_models(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "tiny")
+    shutil.copytree(tiny_model, tmp_path / "org" / "tiny")
+    (tmp_path / "empty").mkdir()
+    for name in ("q.Q4_K_M.gguf", "big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "mmproj-q.gguf", "note.txt"):
+        (tmp_path / name).write_bytes(b"x" * 10)
+    found = {one.name: one for one in served_models(CPU, {}, tmp_path)}
+    assert set(found) == {"tiny", "org/tiny", "q.Q4_K_M", "big"}
+    assert len(found["big"].files) == 2 and found["big"].engine.threads == 3
+    named = served_models(CPU, {"tiny": {"model": "kvern-1m"}}, tmp_path)
+    assert [one.engine.model for one in named if one.name == "tiny"] == ["kvern-1m"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "models", "reason"),
+    [
+        (CPU, {"a": {"modl": "x"}}, "models.a.modl is no option of a model: did you mean model?"),
+        (CPU, {"a": {"pin": True}}, "models.a has no model"),
+        (CPU, {"a": 5}, "models.a is 5: it must be a model"),
+        (CPU, {"a": {"model": "kvern-1m", "weight": 0}}, "models.a.weight is 0.0: it must be above 0"),
+        (CPU, {"a": {"model": "kvern-1m", "keep_alive": "soon"}}, "models.a.keep_alive is 'soon': it must be seconds"),
+        (CPU, {"a": "kvern-1m", "b": {"model": "kvern-1m", "aliases": ["a"]}}, "a names two models"),
+        (EngineConfig(device="cpu", chat_template="x"), {"a": "kvern-1m"}, "chat_template is for one model"),
+        (EngineConfig(device="cuda"), {"a": "kvern-1m"}, "model a: several models in one server run on"),
+    ],
+)
+def test_wrong_options_are_refused(engine: EngineConfig, models: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        served_models(engine, models, None)
+    with pytest.raises(ModelNotFound, match="neither a file or folder"):
+        served_models(CPU, {"a": "nothing"}, None)
+
+
+def test_a_folder_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        served_models(CPU, {}, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="has no model"):
+        served_models(CPU, {}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [(0, 0.0), ("0", 0.0), (-1, None), ("-1m", None), (90, 90.0), ("5m", 300.0), ("1h30m", 5400.0), ("2.5s", 2.5)],
+)
+def test_keep_alive_is_ollamas(value: object, seconds: float | None) -> None:
+    assert keep_alive_of(value, "keep_alive") == seconds
+
+
+def test_models_are_written_as_json() -> None:
+    command, _ = read_command(["serve", "--models", json.dumps({"a": "kvern-1m"})], {})
+    assert command.server.models == {"a": "kvern-1m"}
