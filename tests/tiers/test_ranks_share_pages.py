@@ -49,13 +49,16 @@ def asked(folder: Path, pages: Path, heads: int = 1, **options: Any) -> tuple[li
         ("llama", {}, [{"tensor_parallel_size": 2}]),
         ("deepseek_v3", {"tensor_parallel_size": 2}, [{}]),
         ("deepseek_v3", {}, [{"tensor_parallel_size": 2}]),
+        ("gemma3", {"tensor_parallel_size": 2}, [{}]),
+        ("gemma3", {}, [{"tensor_parallel_size": 2}]),
+        ("mixtral", {"tensor_parallel_size": 2}, [{}]),
     ],
 )
 def test_pages_are_read_by_any_number_of_ranks(
     family: str, writer: dict[str, Any], readers: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, pages = make_checkpoint(family, tmp_path / "model"), tmp_path / "pages"
-    heads = 1 if family == "deepseek_v3" else 2
+    heads = {"deepseek_v3": 1, "gemma3": 6}.get(family, 2)  # also of two tables of layers with a window
     expected, cached = asked(folder, pages, heads, **writer)
     assert cached == 0
     assert files(pages) == 2 * heads
@@ -63,6 +66,19 @@ def test_pages_are_read_by_any_number_of_ranks(
         found = asked(folder, pages, heads, **reader)
         assert found == (expected, 128)
         assert files(pages) == 2 * heads, "the same pages have other names"
+
+
+@pytest.mark.parametrize(
+    ("family", "divided"),
+    [("qwen3_next", {}), ("qwen3_next", {"tensor_parallel_size": 2}), ("falcon_h1", {"pipeline_parallel_size": 2})],
+)
+def test_states_are_read_by_as_many_ranks(family: str, divided: dict[str, Any], tmp_path: Path) -> None:
+    """Each rank has the states of its share of the heads, or of its layers."""
+    folder, pages = make_checkpoint(family, tmp_path / "model"), tmp_path / "pages"
+    expected, _ = asked(folder, pages, **divided)
+    assert asked(folder, pages, **divided) == (expected, 128)
+    if divided:
+        assert asked(folder, pages) == (expected, 0), "states of other shares"
 
 
 def test_stages_read_the_pages_of_their_layers(tmp_path: Path) -> None:
