@@ -1,6 +1,6 @@
 """The loaded model of a worker, and the protocols of what runs its steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -70,6 +70,11 @@ class Runner(Protocol):
     """Keys and values of each layer, [2, blocks, block_size, kv_heads, head_dim]."""
     embeddings: "EmbeddingSource | None"
     """What makes rows of embeddings for tokens; None: all tokens have ids alone."""
+
+    @property
+    def draft_caches(self) -> Sequence[torch.Tensor]:
+        """Likewise of the layers of a draft head."""
+        ...
 
     @property
     def states(self) -> "RowStates | None":

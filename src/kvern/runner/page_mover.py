@@ -38,6 +38,7 @@ class HeadGroup:
     kinds        for each head what a page of it is, as bytes for its name
     is_own       False: a rank before this one has the same heads, and saves their pages for all
     block_bytes  the bytes of a head in a block
+    is_draft     they are layers of a draft head
     """
 
     table: int
@@ -45,6 +46,7 @@ class HeadGroup:
     kinds: Sequence[bytes]
     is_own: bool
     block_bytes: int
+    is_draft: bool = False
 
     @property
     def part(self) -> Part:
@@ -197,11 +199,13 @@ def head_groups(
     tables: Sequence[int],
     ranks: Ranks,
     scales: Sequence[torch.Tensor] | None,
+    draft: str = "",
 ) -> list[HeadGroup]:
     """The groups of heads in the caches of one rank.
 
     `attentions`: of the whole model; `layers`: their places in it; `tables`: their block tables; `scales`: of a cache
-    in 8 bits, [2, the rank's heads]. Those of layers without a window come first.
+    in 8 bits, [2, the rank's heads]; `draft`: the draft head whose layers they are. Those of layers without a window
+    come first.
     """
     members: dict[tuple[int, int], list[int]] = {}
     for place, attention in enumerate(attentions):
@@ -215,10 +219,10 @@ def head_groups(
         shape = [(layers[place], *cache.shape[::2], str(cache.dtype)) for place, cache in zip(places, own, strict=True)]
         kinds = []
         for head in range(count):
-            kind = repr(("head", first + head, whole, table, shape)).encode()
+            kind = (repr(("head", first + head, whole, table, shape)) + draft).encode()
             for place in places:
                 kind += b"" if scales is None else scales[place][:, head].cpu().numpy().tobytes()
             kinds.append(blake2b(kind, digest_size=32).digest())
         widths = [cache.shape[0] * cache.shape[2] * cache.shape[4] * cache.element_size() for cache in own]
-        found.append(HeadGroup(table, own, kinds, ranks.rank % copies == 0, sum(widths)))
+        found.append(HeadGroup(table, own, kinds, ranks.rank % copies == 0, sum(widths), bool(draft)))
     return found

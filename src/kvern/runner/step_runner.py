@@ -71,6 +71,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self._adapters = loaded.adapter_store
         self._needs = RowNeeds(len(model.rows.requests))
         self._drafter = GuardedDrafter(drafter, ranks=loaded.ranks)
+        self.draft_caches = self._drafter.caches
 
     def _change_rows(self, output: SchedulerOutput) -> None:
         """Let rows, cache, states and adapters be as the step wants them."""

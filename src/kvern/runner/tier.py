@@ -53,35 +53,35 @@ class Tier:
         self.device = mover.groups[0].caches[0].device
         self._counted = mover.groups[0].part
         """The part whose pages count tokens."""
-        self._first: dict[Part, bytes] = {}
-        """The kind of the page that stands for all of a part, of those that this rank has."""
+        self._first: defaultdict[Part, list[bytes]] = defaultdict(list)
+        """Which pages stand for all of a part that this rank has: of one kind, and of one of a draft head."""
         self._bytes: defaultdict[Part, int] = defaultdict(int)
         for group in mover.groups:
-            self._first.setdefault(group.part, group.kinds[0])
+            if group.is_draft or group.part not in self._first:
+                self._first[group.part].append(group.kinds[0])
             payload = group.block_bytes * (1 if group.table == STATES else page_blocks)
             self._bytes[group.part] += len(group.kinds) * (HEADER_BYTES + payload)
         self._loads: dict[int, list[list[Piece]]] = {}
 
-    def _name(self, key: bytes, part: Part) -> bytes:
-        """The page that stands for all of a part."""
-        return page_name(self.identity, self._first[part], key)
+    def _names(self, key: bytes, part: Part) -> list[bytes]:
+        """The pages that stand for all of a part; none: other ranks have it."""
+        return [page_name(self.identity, kind, key) for kind in self._first.get(part, ())]
 
     def wants(self, key: bytes, part: Part) -> bool:
         """See `TierIndex`."""
-        return part not in self._first or self.shelf.wants([self._name(key, part)])
+        names = self._names(key, part)
+        return not names or self.shelf.wants(names)
 
     def source(self, key: bytes, part: Part) -> str | None:
         """See `TierIndex`."""
-        if part not in self._first:
-            return self.shelf.stores[0].name
-        found = self.shelf.find(self._name(key, part))
-        return None if found is None else found.name
+        found = [self.shelf.find(name) for name in self._names(key, part)] or self.shelf.stores[:1]
+        return None if found[0] is None or None in found else found[0].name
 
     def pays(self, pages: Sequence[tuple[bytes, Part]], start: int, end: int) -> bool:
         """See `TierIndex`."""
         if self.computing is None:
             return True
-        sizes = ((self._name(key, part), self._bytes[part]) for key, part in pages if part in self._first)
+        sizes = ((self._names(key, part)[0], self._bytes[part]) for key, part in pages if part in self._first)
         if self.shelf.seconds(sizes) <= self.computing(start, end):
             return True
         self.shelf.refused(end - start)
@@ -91,8 +91,8 @@ class Tier:
         """See `TierIndex`."""
         if not self.shelf.has_distant:
             return None
-        own = (page for page in pages if page[1] in self._first)
-        return self.shelf.ask([self._name(key, part) for key, part in islice(own, MOST_ASKED)])
+        names = (name for key, part in pages for name in self._names(key, part))
+        return self.shelf.ask([*islice(names, MOST_ASKED)])
 
     def answered(self, question: int) -> bool:
         """See `TierIndex`."""

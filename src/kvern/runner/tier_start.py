@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +20,21 @@ from kvern.runner.memory import bytes_of_packed
 from kvern.runner.page_mover import STATES, HeadGroup, PageMover, TorchMover, head_groups, state_groups
 from kvern.runner.plan import Layout, Plan
 from kvern.runner.tier import Tier
-from kvern.spec.mixers import RecurrentSpec
+from kvern.spec.mixers import AttentionSpec, RecurrentSpec
 from kvern.spec.model import ModelSpec
 from kvern.tiers.arena import HOST, host_size, map_arena
 from kvern.tiers.host import HostStore
 from kvern.tiers.pages import FORMAT_VERSION
 from kvern.tiers.shelf import Shelf
 from kvern.tiers.store import Identity, Store, make_store, read_age
+
+
+class CachedDraft(NamedTuple):
+    """A draft head: its `name` says which and how its weights are stored; `attentions` are those of whole layers."""
+
+    name: str
+    attentions: Sequence[AttentionSpec]
+    caches: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class TieredCache:
     states: Sequence[StateStack]
     groups: LayerGroups
     eight_bit: EightBit | None
+    draft: CachedDraft | None
 
 
 def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str]]:
@@ -58,6 +68,10 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     layers = [layer for layer, _ in places]
     tables, caches = tables_of(cache)
     groups = head_groups(caches, [kept for _, kept in places], layers, tables, ranks, scales)
+    if (draft := cache.draft) is not None:
+        places_of_draft = range(len(draft.caches))
+        tables = [0 for _ in places_of_draft]
+        groups += head_groups(draft.caches, draft.attentions, places_of_draft, tables, ranks, None, draft.name)
     token_bytes = sum(len(group.kinds) * group.block_bytes for group in groups) // layout.block_size
     mixers = [(place, mixer) for place in stage for mixer in spec.layers[place].mixers]
     states = state_groups([place for place, mixer in mixers if isinstance(mixer, RecurrentSpec)], cache.states, ranks)
@@ -120,6 +134,8 @@ def identity_of(config: EngineConfig, cache: TieredCache, sums: str) -> Identity
         "positions": hashlib.blake2b(repr(sorted(turns)).encode(), digest_size=8).hexdigest(),
         "format": f"{FORMAT_VERSION} {sums}",
     }
+    if config.pipeline_parallel_size > 1 and config.draft_model is not None:  # the last stage alone knows the draft
+        described["draft"] = f"{config.draft_model} {config.draft_quantization}"
     if config.deterministic:
         sizes = config.tensor_parallel_size, config.pipeline_parallel_size
         described["bits"] = repr((layout.device, sizes, sorted(plan.kernels), sorted(layout.attention.items())))

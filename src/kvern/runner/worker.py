@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
     from kvern.runner.tier import Tier
+    from kvern.runner.tier_start import CachedDraft
     from kvern.spec.vision import VisionSpec
     from kvern.structured.masks import GrammarRows
 
@@ -427,10 +428,25 @@ class Worker:
             () if runner.states is None else runner.states.stacks,
             self._backend.groups,
             self._loaded.eight_bit,
+            self._cached_draft(),
         )
         tier, lines = start_tier(self._config, cache)
         self._startup.report(lines)
         return tier
+
+    def _cached_draft(self) -> "CachedDraft | None":
+        """The draft head whose keys a tier keeps; None: there is none, or one without keys."""
+        folder, config = self._draft, self._config
+        if folder is None or not self.runner.draft_caches:
+            return None
+        from kvern.cache.keys import model_identity
+        from kvern.drafting.models.formats import read_draft_head
+        from kvern.runner.tier_start import CachedDraft
+
+        head, _ = read_draft_head(folder, self._whole, ALONE, dummy=config.load_format == "dummy")
+        stored = config.load_format, config.quantization, config.draft_quantization
+        name = f" of {model_identity(folder, *stored).hex()}"
+        return CachedDraft(name, head.model.attentions, self.runner.draft_caches)
 
     def expert_placements(self) -> "dict[int, Placement]":
         """The first placements of all layers of the model whose experts are placed whole."""

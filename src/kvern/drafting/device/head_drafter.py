@@ -70,6 +70,10 @@ class HeadDrafter(Generic[Batch]):
         return () if self.in_graphs is None else (self.in_graphs,)
 
     @property
+    def caches(self) -> Sequence[Tensor]:
+        return self._attention.caches
+
+    @property
     def reader(self) -> StepReader | None:
         return None if self.in_graphs is None else self.in_graphs.reader
 
