@@ -19,7 +19,7 @@ from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.shelf import Shelf
 from tests.support.families import make_checkpoint
 from tests.support.served import eventually
-from tests.support.tiers import check_hits, figures
+from tests.support.tiers import check_hits, figures, tier_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ pytestmark = [
 
 BLOCKS, PAGE = 64, 4
 OPTIONS: dict[str, Any] = {
-    "max_model_len": 512,
+    "max_model_len": 256,
     "kv_cache_tokens": 1024,
     "max_batch_requests": 4,
     "gpu_memory_share": 0.1,
@@ -60,6 +60,7 @@ def mover(group: HeadGroup) -> DeviceMover:
 def shelf(mover: DeviceMover) -> Shelf:
     store = HostStore(64 << 20, None, mover.cell)
     mover.pin(store)
+    eventually(lambda: store._usable == store._count)
     return Shelf({"host": store}, lambda: 0.0, mover)
 
 
@@ -148,6 +149,12 @@ def test_what_comes_too_late_is_not_behind_what_later_steps_write(
         assert all(bool((cache == 7.0).all()) for cache in group.caches)
 
 
+def is_pinned(llm: LLM) -> None:
+    """Wait until an engine's host memory can be used."""
+    store: Any = tier_of(llm).shelf.stores[0].store
+    eventually(lambda: not isinstance(store, HostStore) or store._usable == store._count)
+
+
 def test_a_ring_without_room_saves_nothing(group: HeadGroup) -> None:
     mover = DeviceMover([group], [PAGE], 1)
     assert mover.pack(group, [[0, 1, 2, 3]]) and not mover.pack(group, [[0, 1, 2, 3]])
@@ -180,6 +187,8 @@ def test_the_regions_of_a_ring_never_overlap() -> None:
         ("llama", {"dtype": "bfloat16"}),
         ("llama", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
         ("deepseek_v3", {"dtype": "float32"}),
+        ("gemma3", {"dtype": "float32"}),
+        ("qwen3_5", {"dtype": "float32"}),
     ],
 )
 def test_a_hit_gives_the_bits_of_the_prefix_tree(
@@ -188,6 +197,7 @@ def test_a_hit_gives_the_bits_of_the_prefix_tree(
     folder = make_checkpoint(family, tmp_path / "model")
     tier = "host:64MB" if store == "host" else f"disk:{tmp_path / 'pages'}:1GB"
     with LLM(str(folder), kv_tier=(tier,), **OPTIONS | options) as llm:
+        is_pinned(llm)
         assert check_hits(llm, PROMPT) == 192
 
 
@@ -201,6 +211,8 @@ def test_answers_beside_a_tier_are_those_without(tmp_path: Path) -> None:
     for tier in ((), ("host:64MB",)):
         with LLM(str(folder), kv_tier=tier, **options) as llm:
             answers.append([])
+            if tier:
+                is_pinned(llm)
             for turn in range(3):
                 prompts = [[*talk, *range(5, 5 + 16 * turn)] for talk in talks]
                 outputs = llm.generate(prompts, params)

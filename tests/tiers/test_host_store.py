@@ -106,8 +106,20 @@ def test_a_flipped_bit_of_the_index_is_a_miss() -> None:
 def test_cells_that_a_gpu_copies_from_are_whole_pages_of_memory() -> None:
     memory = shared()
     store = HostStore(SIZE, memory, 8192)
+    assert put(store, [1], 5000) == [False], "no cell is ready"
+    first, *others = store.parts(100_000)
+    store.extend(first)
+    assert put(store, range(12), 5000) == [True] * 12 and put(store, [40], 5000) == [False]
+    assert not store.evicted, "there will be more cells"
+    for part in others:
+        store.extend(part)
     assert put(store, range(20), 5000) == [True] * 20 and put(store, [30], 20_000) == [True]
     again = HostStore(SIZE, memory, 8192)
+    assert has(again, range(20)) == get(again, range(20), 5000) == [False] * 20
+    again.extend(next(again.parts(100_000)))
+    assert has(again, range(12)) == get(again, range(12), 5000) == [True] * 12 and has(again, [30]) == [False]
+    for part in [*again.parts(100_000)][1:]:
+        again.extend(part)
     assert get(again, range(20), 5000) == [True] * 20 and get(again, [30], 20_000) == [True]
     parts = [*again.parts(20_000)]
     assert {len(part) % 8192 for part in parts} == {0} and max(map(len, parts)) == 16384
@@ -118,6 +130,20 @@ def test_cells_that_a_gpu_copies_from_are_whole_pages_of_memory() -> None:
     assert lent is not None and [len(part) for part in lent.parts] == [8192, 8192, 3616]
     assert any(lent.parts[0].obj is part.obj for part in parts)
     again.give_back(lent)
+
+
+def test_an_arena_of_which_a_part_cannot_be_used_is_smaller() -> None:
+    memory = shared()
+    store = HostStore(SIZE, memory, 8192)
+    for part in store.parts(100_000):
+        store.extend(part)
+    put(store, range(20), 5000)
+    again = HostStore(SIZE, memory, 8192)
+    again.extend(next(again.parts(100_000)))
+    again.cut()
+    assert has(again, range(20)) == [True] * 12 + [False] * 8
+    assert put(again, range(30, 50), 5000) == [True] * 20 and again.evicted == 20
+    assert again.pages == 12
 
 
 def test_a_lent_page_is_not_evicted_and_a_reserved_one_is_not_found() -> None:

@@ -42,8 +42,8 @@ class Rows(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Pages: `heads` int32 [P]; `blocks` int32 [P, B], where those below 0 are left out; `starts` int64 [P], in words,
-    are the pages' places in `memory`."""
+    """Pages: `heads` int32 [P]; `blocks` int32 [P, B], where those below 0 are left out (packed as zeros); `starts`
+    int64 [P], in words, are the pages' places in `memory`."""
 
     heads: torch.Tensor
     blocks: torch.Tensor
@@ -77,7 +77,7 @@ def _page_copy_kernel(
     index = tl.load(segment + 4) + word
     places = memory + tl.load(starts + page) + index
     if packs:
-        found = tl.load(cache, mask=inside, other=0)
+        found = tl.load(cache, mask=inside & (block >= 0), other=0)
         tl.store(places, found, mask=inside)
     else:
         found = tl.load(places, mask=inside, other=0)

@@ -14,14 +14,14 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from kvern.device.copies import copy_all
 from kvern.device.transfer import fetch, upload
 from kvern.kernels.page_copy import PageTable, Rows, page_copy
 from kvern.runner.memory import STAGE_BYTES, STAGES
@@ -101,6 +101,24 @@ class _Stage:
 
     memory: torch.Tensor
     stream: torch.cuda.Stream
+    lock: threading.Lock
+
+
+class _Copies:
+    """Implements `Copies`, until an event."""
+
+    def __init__(self, sums: torch.Tensor, done: torch.cuda.Event, sources: Sequence[Parts]) -> None:
+        """`sums`: on the host, once it is `done`. `sources`: what is copied."""
+        self._sums = sums
+        self._done = done
+        self._sources = sources
+
+    def is_done(self) -> bool:
+        return bool(self._done.query())  # type: ignore[no-untyped-call]
+
+    def sums(self) -> list[int]:
+        self._done.synchronize()
+        return [total & MASK for total in self._sums.tolist()]
 
 
 class Ring:
@@ -140,6 +158,7 @@ class DeviceMover:
 
     sums = "SplitMix64"
     batch_bytes = STAGE_BYTES
+    is_prompt = True
 
     def __init__(self, groups: Sequence[HeadGroup], page_blocks: Sequence[int], most_packed: int) -> None:
         """`page_blocks`: the blocks of a page of each group. `most_packed`: the bytes of the pages of a large step."""
@@ -156,10 +175,14 @@ class DeviceMover:
         self._memory = torch.empty(_aligned(self.room, 16), dtype=torch.uint8, device=self._device)
         self._out: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stage = max(STAGE_BYTES, *(kind.padded for kind in kinds))
-        self._stages: SimpleQueue[_Stage] = SimpleQueue()
+        self._stages: list[_Stage] = []
+        """The last one is the steps' thread's."""
         for _ in range(STAGES):
             stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            self._stages.put(_Stage(torch.empty(stage, dtype=torch.uint8, device=self._device), stream))
+            memory = torch.empty(stage, dtype=torch.uint8, device=self._device)
+            self._stages.append(_Stage(memory, stream, threading.Lock()))
+        self._turns = 0
+        self._thread = threading.get_ident()
         self._written: dict[_Stage, torch.cuda.Event] = {}
         """The events behind what was unpacked last from each stage."""
         self._compile(kinds)
@@ -174,10 +197,8 @@ class DeviceMover:
                 page_copy(self._memory, kind.rows, table, sums, packs)
 
     def pin(self, store: HostStore) -> None:
-        """See `PageMover`. It takes a while and goes on in the background; copies are slower until then."""
-        pins = _Pins(store, self._device)
-        weakref.finalize(self, pins.end)
-        threading.Thread(target=pins.run, name="kvern-pin", daemon=True).start()
+        """See `PageMover`. It goes on in the background, about a second a gigabyte; the store has what is pinned."""
+        weakref.finalize(self, _Pins(store, self._device).end)
 
     @torch.inference_mode()
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Packed]]:
@@ -219,12 +240,9 @@ class DeviceMover:
             for region in dict.fromkeys(piece.at.region for piece in pieces):
                 self._out.wait_event(region.packed)
                 regions[region] = fetch(region.sums) if region.totals is None else None
-            for piece, parts in zip(pieces, places, strict=True):
-                region = piece.at.region
-                start = region.start + piece.at.number * region.kind.padded
-                for part in _payload(parts):
-                    part.copy_(self._memory[start : start + len(part)], non_blocking=True)
-                    start += len(part)
+            first = self._memory.data_ptr()
+            starts = (first + at.region.start + at.number * at.region.kind.padded for at in (one.at for one in pieces))
+            copy_payloads([*zip(places, starts, strict=True)], self._out, to_host=True)
             self._event().synchronize()
         for region, sums in regions.items():
             if sums is not None:
@@ -240,25 +258,14 @@ class DeviceMover:
                 self._ring.give_back(region.start)
 
     @torch.inference_mode()
-    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Callable[[], list[int]]:
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> _Copies:
         """See `PageMemory`."""
-        stage = self._stages.get()
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(stage.stream):
-                sums = fetch(self._unpack(stage, pieces, places))
-                done = self._event()
-        except BaseException:
-            self._stages.put(stage)
-            raise
-
-        def wait() -> list[int]:
-            try:
-                done.synchronize()
-            finally:
-                self._stages.put(stage)
-            return [total & MASK for total in sums.tolist()]
-
-        return wait
+        self._turns += 1
+        is_steps = threading.get_ident() == self._thread
+        stage = self._stages[-1 if is_steps else self._turns % (STAGES - 1)]
+        with stage.lock, torch.cuda.device(self._device), torch.cuda.stream(stage.stream):
+            sums = fetch(self._unpack(stage, pieces, places))
+            return _Copies(sums, self._event(), places)
 
     def _unpack(self, stage: _Stage, pieces: Sequence[Piece], places: Sequence[Parts]) -> torch.Tensor:
         """Copy pages to the stage and unpack them, as many at once as it holds. Returns their sums int64 [P]."""
@@ -266,23 +273,31 @@ class DeviceMover:
             stage.stream.wait_event(event)
         sums = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
         staged: list[tuple[_Target, int]] = []
+        sources: list[tuple[Parts, int]] = []
         done = end = 0
         for piece, parts in zip(pieces, places, strict=True):
             size = piece.at.kind.padded
             if end + size > len(stage.memory):
-                self._launch(stage, staged, sums[done:])
+                self._launch(stage, staged, sources, sums[done:])
                 done += len(staged)
-                staged, end = [], 0
+                end = 0
+                staged = []
+                sources = []
             staged.append((piece.at, end))
-            start = end
-            for part in _payload(parts):
-                stage.memory[start : start + len(part)].copy_(part, non_blocking=True)
-                start += len(part)
+            sources.append((parts, stage.memory.data_ptr() + end))
             end += size
-        self._launch(stage, staged, sums[done:])
+        self._launch(stage, staged, sources, sums[done:])
         return sums
 
-    def _launch(self, stage: _Stage, staged: Sequence[tuple[_Target, int]], sums: torch.Tensor) -> None:
+    def _launch(
+        self,
+        stage: _Stage,
+        staged: Sequence[tuple[_Target, int]],
+        sources: Sequence[tuple[Parts, int]],
+        sums: torch.Tensor,
+    ) -> None:
+        """Have payloads copied to the stage, and unpacked from there."""
+        copy_payloads(sources, stage.stream, to_host=False)
         for kind, of_kind in groupby(staged, lambda entry: entry[0].kind):
             pages = [*of_kind]
             heads, blocks = [target.head for target, _ in pages], [target.blocks for target, _ in pages]
@@ -340,9 +355,11 @@ class _Pins:
         self._device = device
         self._pinned: list[int] = []
         self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvern-pin", daemon=True)
+        self._thread.start()
 
-    def run(self) -> None:
-        """Pin all of it. Called by a thread."""
+    def _run(self) -> None:
+        """Pin all of it."""
         system = ctypes.CDLL(None)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
@@ -353,28 +370,36 @@ class _Pins:
                     if self._store is None:
                         return
                     if error := int(runtime.cudaHostRegister(address, len(part), 0)):
-                        logger.warning(
-                            "the host's memory cannot be pinned (CUDA error %d) from %.2f GB on: copies are slower",
-                            error,
-                            len(self._pinned) * PINNED_BYTES / 1e9,
-                        )
+                        kept = len(self._pinned) * len(part) / 1e9
+                        logger.warning("kv_tier host has %.2f GB: CUDA pins no more (error %d)", kept, error)
+                        self._store.cut()
                         return
                     self._pinned.append(address)
+                    self._store.extend(part)
 
     def end(self) -> None:
         """Let the memory go."""
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with self._lock:
             self._store = None
+        self._thread.join()
+        with self._lock:
             for address in self._pinned:
                 runtime.cudaHostUnregister(address)
             self._pinned.clear()
 
 
-def _payload(parts: Parts) -> Iterable[torch.Tensor]:
-    """The bytes of a page behind its header."""
-    for place, part in enumerate(parts):
-        yield torch.frombuffer(part, dtype=torch.uint8)[0 if place else HEADER_BYTES :]
+def copy_payloads(pages: Sequence[tuple[Parts, int]], stream: torch.cuda.Stream, *, to_host: bool) -> None:
+    """Copies payloads between pages on the host, behind their headers, and addresses on the device."""
+    pairs = []
+    for parts, start in pages:
+        skipped = HEADER_BYTES
+        for part in parts:
+            size = len(part) - skipped
+            pairs.append((ctypes.addressof(ctypes.c_char.from_buffer(part)) + skipped, start, size))
+            start += size
+            skipped = 0
+    copy_all(pairs, stream, to_host=to_host)
 
 
 def _aligned(count: int, size: int) -> int:

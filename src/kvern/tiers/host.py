@@ -62,8 +62,8 @@ class HostStore:
     def __init__(self, size: int, memory: "mmap.mmap | None" = None, cell: int | None = None) -> None:
         """`memory`: an arena of so many bytes that may have pages already; None: of this process alone.
 
-        `cell`: the bytes of a cell, a multiple of those of a page of the processor's memory; None: by `size`. Raises
-        ConfigError for a size that holds nothing.
+        `cell`: the bytes of a cell, a multiple of those of a page of the processor's memory; cells are used then once
+        `extend` has been told of them. None: by `size`. Raises ConfigError for a size that holds nothing.
         """
         align = 1 if cell is None else mmap.PAGESIZE
         cell = _cell_for(size) if cell is None else cell
@@ -82,22 +82,45 @@ class HostStore:
         self._lock = threading.Lock()
         self._generation = 0
         self._free: list[int] = []
+        self._used = bytearray(cells)
+        """1 for a cell that has a part of a page."""
+        self._usable = 0
+        self._limit = cells
+        """How many cells, the first ones, may be used now, and at last."""
         head = _HEAD.pack(_MAGIC, cell, cells, size)
         if self._memory[: _HEAD.size] == head:
             self._scan()
         else:
             self._memory[_HEAD.size : self._first] = bytes(self._first - _HEAD.size)
             self._memory[: _HEAD.size] = head
-            self._free = list(range(cells - 1, -1, -1))
+        if align == 1:
+            self._extend(cells)
 
     def parts(self, most: int) -> Iterator[memoryview]:
-        """The memory of all cells in pieces of whole cells, of at most `most` bytes, in the order of their first use.
-
-        The pieces are aligned as cells are.
-        """
+        """The memory of all cells in order, in pieces of whole cells of at most `most` bytes, aligned as cells are."""
         cells = max(1, most // self._cell)
         for first in range(0, self._count, cells):
             yield self._part(first, min(cells, self._count - first) * self._cell)
+
+    def extend(self, part: memoryview) -> None:
+        """The next of `parts` may be used, with the pages that it has."""
+        self._extend(len(part) // self._cell)
+
+    def _extend(self, cells: int) -> None:
+        with self._lock:
+            first = self._usable
+            self._usable += cells
+            self._free[:0] = [cell for cell in range(self._usable - 1, first - 1, -1) if not self._used[cell]]
+
+    def cut(self) -> None:
+        """No more parts will be used than now."""
+        with self._lock:
+            self._limit = self._usable
+            for name in [name for name, page in self._pages.items() if not self._is_usable(page)]:
+                self._remove(name)
+
+    def _is_usable(self, page: _Page) -> bool:
+        return self._usable == self._count or max(page.cells) < self._usable
 
     @property
     def pages(self) -> int:
@@ -105,7 +128,8 @@ class HostStore:
         return len(self._pages)
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
-        return [name in self._pages for name in names]
+        found = map(self._pages.get, names)
+        return [page is not None and self._is_usable(page) for page in found]
 
     def get(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         return [self._get(name, place) for name, place in zip(names, places, strict=True)]
@@ -117,7 +141,7 @@ class HostStore:
         """See `DirectStore`."""
         with self._lock:
             page = self._pages.get(name)
-            if page is None or page.length != length:
+            if page is None or page.length != length or not self._is_usable(page):
                 return None
             page.readers += 1
             self._pages.move_to_end(name)
@@ -135,15 +159,20 @@ class HostStore:
             if name in self._pages:
                 self._pages.move_to_end(name)
                 return None
-            if needed > self._count or not length:
+            if needed > self._limit or not length:
                 return None
             while len(self._free) < needed:
+                if self._usable < self._limit:  # there will be more cells: nothing is evicted for them
+                    return None
                 unused = next((other for other, page in self._pages.items() if not page.readers), None)
                 if unused is None:
                     return None
                 self._remove(unused)
                 self.evicted += 1
-            return self._place(name, _Page([self._free.pop() for _ in range(needed)], length))
+            cells = [self._free.pop() for _ in range(needed)]
+            for cell in cells:
+                self._used[cell] = 1
+            return self._place(name, _Page(cells, length))
 
     def publish(self, place: _Place) -> None:
         """See `DirectStore`."""
@@ -200,8 +229,12 @@ class HostStore:
         return True
 
     def _place(self, name: bytes, page: _Page) -> _Place:
-        sizes = (min(self._cell, page.length - start) for start in range(0, page.length, self._cell))
-        return _Place(name, page, [self._part(cell, size) for cell, size in zip(page.cells, sizes, strict=True)])
+        left = page.length
+        parts = []
+        for cell in page.cells:
+            parts.append(self._part(cell, min(self._cell, left)))
+            left -= self._cell
+        return _Place(name, page, parts)
 
     def _remove(self, name: bytes) -> None:
         self._release(self._pages.pop(name).cells)
@@ -209,7 +242,8 @@ class HostStore:
     def _release(self, cells: Sequence[int]) -> None:
         for cell in cells:
             self._write_entry(cell, bytes(ENTRY_BYTES))
-        self._free += cells
+            self._used[cell] = 0
+        self._free += [cell for cell in cells if cell < self._usable]
 
     def _part(self, cell: int, length: int) -> memoryview:
         start = self._first + cell * self._cell
@@ -236,7 +270,9 @@ class HostStore:
             if name not in self._pages and sorted(cells) == [*range(-(-length // self._cell))]:
                 self._pages[name] = _Page([cells[index] for index in range(len(cells))], length)
                 used.update(cells.values())
-        self._release([cell for cell in range(self._count - 1, -1, -1) if cell not in used])
+        for cell in used:
+            self._used[cell] = 1
+        self._release([cell for cell in range(self._count) if cell not in used])
 
 
 def _cell_for(size: int) -> int:

@@ -1,6 +1,6 @@
 """What the shelf copies pages from and to: the memory that keeps the KV cache, seen from the threads of the shelf."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +26,18 @@ Parts = Sequence[memoryview]
 """The memory of a page on the host, in one piece or several, of which the first begins with the header."""
 
 
+class Copies(Protocol):
+    """Copies of payloads that were loaded, on their way. Their places do not change before they are done."""
+
+    def is_done(self) -> bool:
+        """True if `sums` does not wait."""
+        ...
+
+    def sums(self) -> list[int]:
+        """Waits for the copies, and returns the sums of what was copied. It is called once."""
+        ...
+
+
 class PageMemory(Protocol):
     """Copies payloads between what pieces stand for and the host's memory.
 
@@ -35,6 +47,8 @@ class PageMemory(Protocol):
 
     batch_bytes: int
     """The bytes of pages that are read or written at once, if that is more than one page."""
+    is_prompt: bool
+    """True if `write` takes microseconds a page: the engine's thread may call it."""
 
     def buffer(self, piece: Piece) -> memoryview:
         """Memory for a page with its header, for a store that copies it."""
@@ -48,11 +62,8 @@ class PageMemory(Protocol):
         """The payloads of packed pieces are needed no longer."""
         ...
 
-    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Callable[[], list[int]]:
-        """Begins to copy payloads that were loaded. Returns what waits for it and returns their sums.
-
-        The places do not change before that has returned. It is called while nobody ends the load; waiting is not.
-        """
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
+        """Begins to copy payloads that were loaded. It is called while nobody ends the load; waiting is not."""
         ...
 
 
@@ -60,6 +71,7 @@ class HostPages:
     """Pages whose bytes are in the host's memory: `Piece.at` is a memoryview of header and payload."""
 
     batch_bytes = 8 << 20
+    is_prompt = False
 
     def buffer(self, piece: Piece) -> memoryview:
         """See `PageMemory`."""
@@ -76,16 +88,25 @@ class HostPages:
     def forget(self, pieces: Sequence[Piece]) -> None:
         """See `PageMemory`."""
 
-    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Callable[[], list[int]]:
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
         """See `PageMemory`."""
+        return _HostCopies([self.buffer(piece) for piece in pieces], places)
 
-        def copied() -> list[int]:
-            pages = [self.buffer(piece) for piece in pieces]
-            for page, parts in zip(pages, places, strict=True):
-                copy_page(parts, [page])
-            return [payload_sum(page[HEADER_BYTES:]) for page in pages]
 
-        return copied
+class _HostCopies:
+    """Copies within the host's memory, which begin when somebody waits for them."""
+
+    def __init__(self, pages: Sequence[memoryview], places: Sequence[Parts]) -> None:
+        self._pages = pages
+        self._places = places
+
+    def is_done(self) -> bool:
+        return False
+
+    def sums(self) -> list[int]:
+        for page, parts in zip(self._pages, self._places, strict=True):
+            copy_page(parts, [page])
+        return [payload_sum(page[HEADER_BYTES:]) for page in self._pages]
 
 
 def copy_page(parts: Parts, to: Parts) -> None:

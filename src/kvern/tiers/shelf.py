@@ -13,7 +13,7 @@ the methods of `Shelf`, none of which waits for a store that is not local.
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from kvern.request.store_figures import StoreFigures
-from kvern.tiers.page_memory import HostPages, PageMemory, Parts, Piece, in_one_piece
+from kvern.tiers.page_memory import Copies, HostPages, PageMemory, Parts, Piece, in_one_piece
 from kvern.tiers.pages import HEADER_BYTES, header, sum_of
-from kvern.tiers.price import GAIN
+from kvern.tiers.price import GAIN, Price
 from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, Shelved
 from kvern.tiers.store import DirectStore, Store
 
@@ -32,6 +32,8 @@ Entry = TypeVar("Entry")
 
 MOST_WRITING = 256 << 20
 """Bytes on their way to a store; pages beyond are not saved."""
+PINNED = (0.001, 25e9)
+"""Seconds and bytes a second that are expected of pinned memory before it was used."""
 LEAST_PATIENCE = 0.02
 """Seconds: a thread may have to wait for a processor."""
 
@@ -62,6 +64,25 @@ class _Load:
         return next((place for place, count in enumerate(self.missing) if count), len(self.missing))
 
 
+@dataclass(eq=False)
+class _Arrival:
+    """Pieces of a load that one store is asked for, of `size` bytes, each with the number of its page."""
+
+    one: Shelved
+    load: _Load
+    batch: Sequence[tuple[int, Piece]]
+    size: int
+    began: float = 0.0
+    measured: int | None = None
+    """The bytes that came since `began`, if not `size`; 0: nobody knows."""
+    lent: list[Any] = field(default_factory=list)
+    """Of a direct store, each piece's place, or None."""
+    places: list[Parts | None] = field(default_factory=list)
+    expected: dict[int, int] = field(default_factory=dict)
+    """The sums in the headers that are right, by the number of the piece."""
+    copies: Copies | None = None
+
+
 class Shelf:
     """The stores of an engine, or of one of its ranks, by names for people: the nearest first."""
 
@@ -75,10 +96,15 @@ class Shelf:
         self._memory: PageMemory = HostPages() if memory is None else memory
         self._batch = self._memory.batch_bytes
         self.stores = [Shelved(name, store) for name, store in stores.items()]
+        for one in self.stores:
+            if self._memory.is_prompt and isinstance(one.store, DirectStore):
+                one.price = Price(*PINNED)
         self._clock = clock
         self._sealing = Lane("pages", 1)
         self._sealing_bytes = 0
         self._loads: dict[int, _Load] = {}
+        self._arrivals: deque[_Arrival] = deque()
+        """What the engine's thread has begun to copy itself."""
         self._lock = threading.Lock()
         self._questions: dict[int, tuple[set[Shelved], float]] = {}
         self._numbers = 0
@@ -190,77 +216,110 @@ class Shelf:
         for one, wanted in batches.items():
             with one.lock:
                 one.reading_bytes += counts[one]
-            for batch in _cut(wanted, self._batch, lambda entry: len(entry[1].at)):
-                one.reading.submit(lambda one=one, batch=batch: self._read(one, load, batch))  # type: ignore[misc]
+            cut = _cut(wanted, self._batch, lambda entry: len(entry[1].at))
+            arrivals = [_Arrival(one, load, batch, sum(len(piece.at) for _, piece in batch)) for batch in cut]
+            if self._memory.is_prompt and isinstance(one.store, DirectStore):
+                began = self._clock()
+                for arrival in arrivals:
+                    self._lend(arrival, one.store)
+                    arrival.began = began
+                    arrival.measured = counts[one] if arrival is arrivals[-1] else 0  # they are seen when steps end
+                self._arrivals += arrivals
+            else:
+                for arrival in arrivals:
+                    one.reading.submit(lambda arrival=arrival: self._read(arrival))  # type: ignore[misc]
 
-    def _read(self, one: Shelved, load: _Load, batch: Sequence[tuple[int, Piece]]) -> None:
-        """Get pieces from a store, check them, and have them copied to where they belong."""
-        size = sum(len(piece.at) for _, piece in batch)
-        came = [False] * len(batch)
-        if not load.has_ended:
-            began = self._clock()
-            came = self._bring(one, load, [piece for _, piece in batch])
+    def _read(self, arrival: _Arrival) -> None:
+        """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
+        store = arrival.one.store
+        if arrival.load.has_ended:
+            pass
+        elif isinstance(store, DirectStore):
+            self._lend(arrival, store)
+        else:
+            self._get(arrival, store)
+        self._arrived(arrival)
+
+    def _get(self, arrival: _Arrival, store: Store) -> None:
+        arrival.began = self._clock()
+        pieces = [piece for _, piece in arrival.batch]
+        try:
+            buffers = [self._memory.buffer(piece) for piece in pieces]
+            came = store.get([piece.name for piece in pieces], buffers)
+            if len(came) != len(pieces):
+                raise ValueError(f"it was asked for {len(pieces)} pages and answers for {len(came)}")
+            arrival.places = [[buffer] if is_there else None for buffer, is_there in zip(buffers, came, strict=True)]
+            arrival.one.breaker.worked(arrival.began)
+        except Exception as error:  # a store may raise anything
+            arrival.one.failed(error, arrival.began)
+        self._copy(arrival)
+
+    def _lend(self, arrival: _Arrival, store: DirectStore) -> None:
+        """Have pages in this process's memory copied to where they belong."""
+        arrival.began = self._clock()
+        arrival.lent = [store.lend(piece.name, len(piece.at)) for _, piece in arrival.batch]
+        arrival.places = [None if place is None else place.parts for place in arrival.lent]
+        self._copy(arrival)
+
+    def _copy(self, arrival: _Arrival) -> None:
+        """Begin to copy the pages whose headers are right."""
+        pieces = [piece for _, piece in arrival.batch]
+        for at, (piece, place) in enumerate(zip(pieces, arrival.places, strict=False)):
+            total = None if place is None else sum_of(place[0], piece.name, len(piece.at) - HEADER_BYTES)
+            if total is not None:
+                arrival.expected[at] = total
+        wanted = [*arrival.expected]
+        try:
+            with arrival.load.gate:
+                if wanted and not arrival.load.has_ended:
+                    places = [arrival.places[at] or [] for at in wanted]
+                    arrival.copies = self._memory.write([pieces[at] for at in wanted], places)
+        except Exception as error:  # the device may raise anything
+            logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
+
+    def _arrived(self, arrival: _Arrival) -> None:
+        """Check pages that were copied, and count them."""
+        one, load = arrival.one, arrival.load
+        came = [False] * len(arrival.batch)
+        if arrival.places or arrival.began:
+            came = self._sorted_out(arrival)
             now = self._clock()
-            one.price.learn(size, now - began, now)
-            one.count(read_seconds=now - began)
-            one.count(read_bytes=sum(len(piece.at) for (_, piece), good in zip(batch, came, strict=True) if good))
+            if measured := arrival.size if arrival.measured is None else arrival.measured:
+                one.price.learn(measured, now - arrival.began, now)
+                one.count(read_seconds=now - arrival.began)
+            good = (len(piece.at) for (_, piece), is_good in zip(arrival.batch, came, strict=True) if is_good)
+            one.count(read_bytes=sum(good))
         with one.lock:
-            one.reading_bytes -= size
+            one.reading_bytes -= arrival.size
         with self._lock:
-            for (place, _), good in zip(batch, came, strict=True):
-                if good:
+            for (place, _), is_good in zip(arrival.batch, came, strict=True):
+                if is_good:
                     load.missing[place] -= 1
                 else:
                     load.failed = min(load.failed, place)
 
-    def _bring(self, one: Shelved, load: _Load, pieces: Sequence[Piece]) -> list[bool]:
-        """Which pieces have come whole and right from a store."""
-        places: list[Parts | None] = [None] * len(pieces)
-        lent: list[Any] = []
-        store, began = one.store, self._clock()
+    def _sorted_out(self, arrival: _Arrival) -> list[bool]:
+        """Which pages have come whole and right; those of a lower store are put into the others."""
+        one, store = arrival.one, arrival.one.store
+        pieces = [piece for _, piece in arrival.batch]
+        places = [*arrival.places, *[None] * (len(pieces) - len(arrival.places))]
+        right: list[bool | None] = [None if at in arrival.expected else False for at in range(len(pieces))]
         try:
-            if isinstance(store, DirectStore):
-                lent = [store.lend(piece.name, len(piece.at)) for piece in pieces]
-                places = [None if place is None else place.parts for place in lent]
-            else:
-                buffers = [self._memory.buffer(piece) for piece in pieces]
-                came = store.get([piece.name for piece in pieces], buffers)
-                if len(came) != len(pieces):
-                    raise ValueError(f"it was asked for {len(pieces)} pages and answers for {len(came)}")
-                places = [[buffer] if is_there else None for buffer, is_there in zip(buffers, came, strict=True)]
-            one.breaker.worked(began)
-        except Exception as error:  # a store may raise anything
-            one.failed(error, began)
-        right = self._written(load, pieces, places)
+            if arrival.copies is not None:
+                for (at, total), found in zip(arrival.expected.items(), arrival.copies.sums(), strict=True):
+                    right[at] = total == found
+        except Exception as error:  # the device may raise anything
+            logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
         lower = self.stores[: self.stores.index(one)]
-        if lower and not load.has_ended:  # what was used from afar is kept nearby
-            found = [(piece, places[at] or []) for at, piece in enumerate(pieces) if right[at]]
+        if lower and not arrival.load.has_ended:  # what was used from afar is kept nearby
+            found_pages = [(piece, places[at] or []) for at, piece in enumerate(pieces) if right[at]]
             for above in lower:
-                self._put(above, found, bool(lent))
+                self._put(above, found_pages, bool(arrival.lent))
         if isinstance(store, DirectStore):
-            for place in lent:
+            for place in arrival.lent:
                 if place is not None:
                     store.give_back(place)
         return [self._check(one, *each) for each in zip(pieces, places, right, strict=True)]
-
-    def _written(self, load: _Load, pieces: Sequence[Piece], places: Sequence[Parts | None]) -> list[bool | None]:
-        """Have pages that came copied to where they belong. Returns which are right; None: they were not looked at."""
-        sums: list[int | None] = [
-            None if place is None else sum_of(place[0], piece.name, len(piece.at) - HEADER_BYTES)
-            for piece, place in zip(pieces, places, strict=True)
-        ]
-        wanted = [at for at, total in enumerate(sums) if total is not None]
-        right: list[bool | None] = [None if total is not None else False for total in sums]
-        try:
-            with load.gate:
-                if load.has_ended or not wanted:
-                    return right
-                wait = self._memory.write([pieces[at] for at in wanted], [places[at] or [] for at in wanted])
-            for at, total in zip(wanted, wait(), strict=True):
-                right[at] = total == sums[at]
-        except Exception as error:  # the device may raise anything
-            logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
-        return right
 
     def _check(self, one: Shelved, piece: Piece, place: Parts | None, is_right: bool | None) -> bool:
         if is_right:
@@ -276,6 +335,8 @@ class Shelf:
 
     def ended(self) -> list[tuple[int, int]]:
         """The loads that have ended since the last call: (number, how many of its leading pages have come)."""
+        while self._arrivals and (self._arrivals[0].copies is None or self._arrivals[0].copies.is_done()):
+            self._arrived(self._arrivals.popleft())
         now, found = self._clock(), []
         with self._lock:
             for number, load in [*self._loads.items()]:
