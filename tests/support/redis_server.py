@@ -1,6 +1,7 @@
 """A real server for stores on Valkey and Redis."""
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -37,10 +38,18 @@ class RedisServer:
                 return
         raise RuntimeError("".join(said))
 
+    @property
+    def pid(self) -> int:
+        """The running process."""
+        assert self._process is not None
+        return self._process.pid
+
     def send(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
+        """Sends it a signal; when this returns after SIGSTOP, nothing of it runs."""
         assert self._process is not None
         self._process.send_signal(number)
+        if number is signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
         """Kills it; when this returns, it is gone."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvern.errors import ConfigError
+from kvern.tiers import mooncake
 from kvern.tiers.store import Identity, Store, make_store
 from tests.support.mooncake_master import Master, mooncake_master, needs_mooncake
 from tests.support.page_stores import IDENTITY, get, has, opened, put, writer
@@ -132,6 +133,27 @@ def test_a_master_that_is_not_there_at_the_start(caplog: pytest.LogCaptureFixtur
             assert put(store, [1]) == get(store, [1]) == [True]
         finally:
             master.kill()
+
+
+def test_a_master_that_is_stopped_at_the_start(
+    option: str, master: Master, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is not asked to connect, since no thread of this process would run for minutes."""
+    connected: list[object] = []
+    library = mooncake.MooncakeDistributedStore
+    monkeypatch.setattr(mooncake, "MooncakeDistributedStore", lambda: connected.append(1) or library())
+    with monkeypatch.context() as patched:
+        patched.setattr(mooncake, "TRY_SECONDS", 1.0)
+        master.send(signal.SIGSTOP)
+        with opened(option) as store:
+            assert "does not answer within 1 s" in caplog.text
+            with pytest.raises(OSError, match="does not answer"):
+                has(store, [1])
+            assert not connected
+            master.send(signal.SIGCONT)
+            patched.undo()
+            monkeypatch.setattr(mooncake, "MooncakeDistributedStore", library)
+            assert has(store, [1]) == [False]
 
 
 def test_a_master_that_is_killed(option: str, master: Master) -> None:

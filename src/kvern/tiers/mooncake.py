@@ -9,6 +9,8 @@ proof of who wrote a page: the network must be trusted.
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,16 @@ except ImportError as error:
 
 PORT = 50051
 CONNECT_SECONDS = 1.0
+TRY_SECONDS = 10.0
+TRY = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+local, *way = sys.argv[1:]
+error = MooncakeDistributedStore().setup(local, "P2PHANDSHAKE", 0, 1 << 24, *way)
+sys.stderr.write(f"error {error}")
+sys.stderr.flush()
+os._exit(error != 0)
+"""
 BUFFER_BYTES = 256 << 20
 """The library's memory for pages on their way."""
 NO_ANSWER = -900
@@ -70,7 +82,7 @@ class MooncakeStore:
         self._lock = threading.Lock()
         self._warnings = RareWarnings(f"mooncake at {master[0]}:{master[1]}")
         try:
-            self._address()
+            self._connected()
         except OSError as error:
             self._warnings.warn("start", f"the master does not answer, and is tried again later: {error}")
 
@@ -121,11 +133,13 @@ class MooncakeStore:
     def _connected(self) -> Any:
         """Returns the library's store, which takes part in the pool. Raises OSError.
 
-        The library waits 90 s for a master that is not there, so that is looked for first.
+        The library waits 100 s for a master that is not there or does not answer, and no thread of this process runs
+        meanwhile: so another process tries first.
         """
         with self._lock:
             if self._store is None:
                 local = self._address()
+                self._try(local)
                 store = MooncakeDistributedStore()
                 segment, *way = (self._settings[name] for name in ("segment", "protocol", "device"))
                 master = f"{self._master[0]}:{self._master[1]}"
@@ -135,10 +149,27 @@ class MooncakeStore:
                 self._store = store
             return self._store
 
+    def _try(self, local: str) -> None:
+        """Raises OSError if the master does not answer a process that connects to it."""
+        way = (self._settings["protocol"], self._settings["device"], f"{self._master[0]}:{self._master[1]}")
+        command = [sys.executable, "-c", TRY, local, *way]
+        try:
+            tried = subprocess.run(  # noqa: S603
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRY_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise OSError(f"the Mooncake master {way[-1]} does not answer within {TRY_SECONDS:g} s") from None
+        if tried.returncode:
+            raise OSError(f"the Mooncake master {way[-1]} cannot be used: {_last_line(tried.stderr)}")
+
     def _address(self) -> str:
         """Returns the address of this machine on the way to the master. Raises OSError if that does not answer."""
         with contextlib.closing(socket.create_connection(self._master, CONNECT_SECONDS)) as connection:
             return str(self._settings["local"] or connection.getsockname()[0])
+
+
+def _last_line(text: bytes) -> str:
+    return (text.decode(errors="replace").strip().splitlines() or ["no reason is given"])[-1]
 
 
 def _key(name: bytes) -> str:
