@@ -93,7 +93,11 @@ def test_numbers_of_fewer_bits_stay_near(folder: Path, options: dict[str, Any]) 
     assert 0 < (found - plain).abs().median() < 0.1 * plain.std()
 
 
-@pytest.mark.parametrize("folder", [BY_DAY], indirect=True)
+@pytest.mark.parametrize(
+    "folder",
+    [BY_DAY, *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("gemma3", "qwen3_5"))],
+    indirect=True,
+)
 def test_images_come_out_of_a_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that left the cache come back for the same image alone."""
     monkeypatch.setattr(PAGE_TOKENS, 8)

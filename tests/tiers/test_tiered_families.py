@@ -27,6 +27,8 @@ PROMPT = [10 + place * 7 % 110 for place in range(61)]
 WINDOWED = ["gemma3", "gpt_oss", "mixtral"]
 """Some layers have a window, in several tables, in one; all have."""
 HYBRID = ["qwen3_5", "nemotron_h"]
+RARER = ("gpt_oss", "mixtral", "nemotron_h")
+SEVERAL = ["gemma3", "qwen3_5", *(pytest.param(family, marks=pytest.mark.nightly) for family in RARER)]
 NIGHTLY = ["gemma2", "gemma4", "phi3", "cohere2", "olmo3", "qwen3_next", "granitemoehybrid", "lfm2", "deepseek_v3"]
 FAMILIES = [
     "llama",
@@ -54,7 +56,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("kind", ["host", pytest.param("disk", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hit_gives_the_bits_of_the_prefix_tree(
     family: str, kind: str, model: Callable[[str], Path], tmp_path: Path
@@ -71,7 +73,7 @@ TALKING: dict[str, Any] = {"kv_cache_tokens": 150, "max_batch_tokens": 24}
 """Less memory than four conversations take."""
 
 
-@pytest.mark.parametrize("family", [*WINDOWED, *HYBRID])
+@pytest.mark.parametrize("family", SEVERAL)
 def test_conversations_that_left_the_cache_go_on(family: str, model: Callable[[str], Path]) -> None:
     """Each turn evicts what the device has of all other conversations."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -93,7 +95,7 @@ def test_conversations_that_left_the_cache_go_on(family: str, model: Callable[[s
     assert figures(tiered).hit_tokens and is_idle(tiered)
 
 
-@pytest.mark.parametrize("family", [*WINDOWED, *HYBRID])
+@pytest.mark.parametrize("family", SEVERAL)
 def test_many_at_once_are_answered_out_of_little_memory(family: str, model: Callable[[str], Path]) -> None:
     """Requests are preempted, their pages loaded, and others wait for the same loads."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
