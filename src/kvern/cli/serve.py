@@ -13,8 +13,6 @@ from typing import Annotated
 import tyro
 
 from kvern.config import DEFAULT_ADAPTERS, EngineConfig
-from kvern.residency.options import ServedModel, served_models
-from kvern.residency.policy import Terms
 from kvern.server.config import ServerConfig
 from kvern.serving.child import EngineProcess
 
@@ -46,6 +44,8 @@ class ServeCommand:
         import uvloop
 
         from kvern.cli.first_engine import signals
+        from kvern.residency.options import ServedModel, served_models
+        from kvern.residency.policy import Terms
         from kvern.server.run import serve
 
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine

@@ -11,11 +11,11 @@ from typing import Any
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, did_you_mean, shown
+from kvern.io.files import read_object
 from kvern.models.hub import WEIGHTS, local_model
 from kvern.options.values import converted
 from kvern.plugins import imported
 from kvern.residency.policy import Footprint, Terms
-from kvern.text.tokenizer import read_json
 
 OF_ONE_MODEL = (
     "model",
@@ -78,7 +78,7 @@ class ServedModel:
         tokens, files = self.engine.kv_cache_tokens, self.files
         if tokens is None or not files or not (path := files[0].with_name("config.json")).is_file():
             return CACHE_BYTES
-        config = read_json(path)
+        config = read_object(path)
         config = config.get("text_config", config)
         layers, width = (config.get(name) for name in ("num_hidden_layers", "hidden_size"))
         most = tokens * layers * width * 8 if isinstance(layers, int) and isinstance(width, int) else CACHE_BYTES

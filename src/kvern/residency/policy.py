@@ -13,7 +13,6 @@ turns, and a tenth of the time goes into wakes. Models that wait are woken in th
 """
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -352,7 +351,8 @@ class Residency:
         if any(model.target is not None for model in self._models.values()):
             return
         awake = [one for one in self._models.values() if one.state == "awake" and not one.terms.pin]
-        middle = statistics.median([self._value(one, one.footprint.below_awake, now) for one in awake] or [0.0])
+        values = sorted(self._value(one, one.footprint.below_awake, now) for one in awake)
+        middle = values[len(values) // 2] if values else 0.0
         found = [
             model
             for model in self._models.values()
