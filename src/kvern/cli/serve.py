@@ -6,13 +6,15 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from kvern.config import DEFAULT_ADAPTERS, EngineConfig
+from kvern.plugins import imported
 from kvern.server.config import ServerConfig
 from kvern.serving.child import EngineProcess
 
@@ -44,8 +46,6 @@ class ServeCommand:
         import uvloop
 
         from kvern.cli.first_engine import signals
-        from kvern.residency.options import ServedModel, served_models
-        from kvern.residency.policy import Terms
         from kvern.server.run import serve
 
         engine = dataclasses.replace(self.engine, model=self.name) if self.name is not None else self.engine
@@ -55,11 +55,10 @@ class ServeCommand:
             process = None
         if self.server.adapter_folder is not None and engine.max_adapters is None:
             engine = dataclasses.replace(engine, max_adapters=DEFAULT_ADAPTERS)
-        models: list[ServedModel] = []
+        models: Sequence[Any] = ()
         if self.server.models or self.server.models_dir is not None:
-            models = served_models(engine, self.server.models, self.server.models_dir)
-            if len(models) == 1 and models[0].terms == Terms():
-                engine, models = models[0].engine, []
+            read = imported("kvern.residency.options:one_or_several")
+            engine, models = read(engine, self.server.models, self.server.models_dir)
         if not models and not self.divided and engine.executor == "processes":
             engine = planned(engine)
         if signals:

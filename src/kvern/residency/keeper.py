@@ -111,6 +111,11 @@ class Keeper:
         assert resident.client is not None
         return resident.client
 
+    def keep(self, resident: Resident, seconds: float | None) -> None:
+        """Lets a model stay awake for so many seconds without a request from now on; None: until others need it."""
+        self.residency.keep(resident.name, seconds)
+        self._news.set()
+
     async def dismiss(self, resident: Resident, seconds: float) -> State:
         """Puts a model to sleep once it has no requests; returns its state then, or after so many seconds."""
         self.residency.dismiss(resident.name)

@@ -85,6 +85,14 @@ class ServedModel:
         return min(CACHE_BYTES, most)  # keys and values in 32 bits, of as many heads as there are queries
 
 
+def one_or_several(
+    engine: EngineConfig, models: Mapping[str, Any], folder: Path | None
+) -> tuple[EngineConfig, list[ServedModel]]:
+    """Returns what `served_models` finds; a single model that may always stay awake is an engine's options alone."""
+    found = served_models(engine, models, folder)
+    return (found[0].engine, []) if len(found) == 1 and found[0].terms == Terms() else (engine, found)
+
+
 def served_models(
     engine: EngineConfig, models: Mapping[str, Any], folder: Path | None, source: str = "models"
 ) -> list[ServedModel]:

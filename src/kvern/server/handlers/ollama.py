@@ -358,7 +358,7 @@ class OllamaApi:
             seconds = keep_alive_of(value, "keep_alive")
         except ConfigError as error:
             raise HttpError(400, str(error), param="keep_alive") from error
-        keeper.residency.keep(resident.name, seconds)
+        keeper.keep(resident, seconds)
         return seconds != 0
 
     def _expires(self, engine: ServedEngine) -> str | None:
