@@ -4,6 +4,7 @@ import pytest
 
 from kvern.cache.messages import Part
 from kvern.cache.radix import Node
+from kvern.cache.states import StatePool
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -96,3 +97,20 @@ def test_states_are_found_at_ends_of_pages() -> None:
         del found.tier.pages[name]
     found.cache.tree.clear()
     assert hit(found) == 0, "blocks without a state are a hit"
+
+
+def test_short_turns_of_a_conversation_leave_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn goes on from the state at the end of the one before, which no tier keeps, and adds few tokens."""
+    setup = Setup(**SIZES | {"max_model_len": 96}, page_blocks=2, kept_states=6)  # type: ignore[arg-type]
+    found = SimulatedEngine(setup)
+    pool = found.cache.extension(StatePool)
+    assert pool is not None
+    monkeypatch.setattr(pool, "_apart", 12)
+    talk = list(PROMPT)
+    for turn in range(4):
+        [request] = found.add(talk, 2)
+        found.run_requests()
+        assert request.answer.cached_tokens >= len(talk) - 8 or not turn
+        talk = [*request.token_ids, *[turn % 3] * 5]
+    found.cache.tree.clear()
+    assert hit(found, talk) >= len(talk) - 24

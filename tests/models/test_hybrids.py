@@ -165,7 +165,7 @@ def test_a_prompt_takes_no_step_for_a_state_just_behind_another(
     start: int, known: int, apart: int, marks: tuple[int, ...]
 ) -> None:
     request = Request(RequestSpec("", PromptInput(list(range(50))), ResolvedParams(), 100))
-    assert state_marks(request, (start, known), 16, apart) == marks
+    assert state_marks(request, (start, known), start, 16, apart) == marks
 
 
 @several_families

@@ -39,7 +39,8 @@ class _Held:
 class _Kept:
     """The state of a node, and the step after which it is the state of the node's last token.
 
-    `is_copy`: of a prompt's state. Another has been a request's own, and stages may not know yet which drafts it saw.
+    `is_copy`: it is that of a prompt, or out of a tier. Another has been a request's own, and stages may not know yet
+    which drafts it saw.
     """
 
     index: int
@@ -51,7 +52,8 @@ class StatePool(CacheExtension):
     """Allocates the states 0 to capacity - 1, and says which are copied or zeroed before the next step.
 
     States of prompts are kept at ends of so many `page_blocks`, with which a tier finds them. A prompt's last state is
-    not kept if it is fewer than `apart` tokens after the state before it.
+    not kept if it is fewer than `apart` tokens after the state before it. With a tier that is the one before it at the
+    end of a page: states at ends of requests, of which each turn of a conversation leaves one, are not in the tier.
     """
 
     name = StateMessage.extension
@@ -62,7 +64,7 @@ class StatePool(CacheExtension):
         self._apart = apart
         self._tree = memory.tree
         self._block_size = memory.block_size
-        self._mark_tokens = page_blocks * memory.block_size
+        self._page_blocks = page_blocks
         self._free = list(range(capacity - 1, -1, -1))
         self._held: dict[Request, _Held] = {}
         self._kept: OrderedDict[Node, _Kept] = OrderedDict()
@@ -104,6 +106,7 @@ class StatePool(CacheExtension):
             self._free.append(index)
         else:
             self.keep(node, index, step)
+            self._kept[node].is_copy |= self._kept[node].index == index
 
     @property
     def kept(self) -> Sequence[Node]:
@@ -122,8 +125,17 @@ class StatePool(CacheExtension):
         source = NO_STATE if prefix.last is None else self._kept[prefix.last].index
         size = self._block_size
         cached = len(prefix.path) * size + prefix.shared, prefix.known * size
-        marks = state_marks(request, cached, self._mark_tokens, self._apart) if prefix.known >= 0 else ()
+        marks: tuple[int, ...] = ()
+        if prefix.known >= 0:
+            saved = cached[0] if self._page_blocks == 1 else self._saved_tokens(prefix.path)
+            marks = state_marks(request, cached, saved, self._page_blocks * size, self._apart)
         self._held[request] = _Held(prefix.last, source, marks)
+
+    def _saved_tokens(self, path: Sequence[Node]) -> int:
+        """The tokens up to the last node of a path that has the copy of a prompt's state; 0: none has."""
+        ends = range(len(path) // self._page_blocks * self._page_blocks, 0, -self._page_blocks)
+        last = next((end for end in ends if self.copy_at(path[end - 1]) != NO_STATE), 0)
+        return last * self._block_size
 
     def has_room(self) -> bool:
         return bool(self._free or self._kept)
@@ -239,15 +251,15 @@ class StatePool(CacheExtension):
         return self._free.pop()
 
 
-def state_marks(request: Request, cached: tuple[int, int], every: int, apart: int) -> tuple[int, ...]:
+def state_marks(request: Request, cached: tuple[int, int], saved: int, every: int, apart: int) -> tuple[int, ...]:
     """The ends of blocks at which other requests are likely to continue: the last known block, and the prompt's last.
 
     They are multiples of `every` tokens, of one block or of a page. The last token of the prompt is left out, because
     it has to be computed in any case. `cached`: the tokens that the request continues from, and those of blocks that
     the prefix tree knows. A mark costs a step: the prompt's own is left out if it is fewer than `apart` tokens after
-    the state before it.
+    the mark before it, or after `saved` ones.
     """
     start, known = cached
     known, end = (tokens // every * every for tokens in (known, request.prompt_length - 1))
     marks = (known,) if known > start else ()
-    return (*marks, end) if end - max(known, start) >= apart else marks
+    return (*marks, end) if end > start and end - max((saved, *marks)) >= apart else marks
