@@ -36,7 +36,7 @@ class SimulatedTier:
         self.capacity = capacity
         self.lies = lies
         self.pages: OrderedDict[tuple[bytes, Part], Cells] = OrderedDict()
-        self.saved = self.loaded = 0
+        self.saved = self.loaded = self.asked_early = 0
         self._dice = random.Random(seed)
         self._questions: dict[int, int] = {}
         self._numbers = count()
@@ -47,9 +47,20 @@ class SimulatedTier:
     def source(self, key: bytes, part: Part) -> str | None:
         return "simulated" if ((key, part) in self.pages) is not self._lies() else None
 
-    def pays(self, pages: Sequence[tuple[bytes, Part]], start: int, end: int) -> bool:
+    def pays(
+        self,
+        pages: Sequence[tuple[bytes, Part]],
+        start: int,
+        end: int,
+        ahead: Sequence[tuple[int, int]] | None = None,
+    ) -> bool:
         assert pages and start < end
+        assert all(first <= last for first, last in ahead or ())
+        self.asked_early += ahead is not None
         return not self._lies()
+
+    def patience(self, start: int, end: int) -> float:
+        return 0.0
 
     def ask(self, pages: Iterable[tuple[bytes, Part]]) -> int | None:
         if not [*pages] or not self._lies():

@@ -103,6 +103,23 @@ def test_a_store_that_hangs_is_late() -> None:
     assert shelf.ended() == []
 
 
+def test_a_load_is_not_late_while_computing_would_take_much_longer() -> None:
+    store = MemoryStore()
+    shelf, clock = shelf_of(store)
+    keep(store, 1)
+    store.waits = {"get"}
+    shelf.load(1, [pieces(1)], patience=2.0)
+    clock.now += 1.9
+    assert shelf.ended() == []
+    store.go.set()
+    eventually(lambda: shelf.ended() == [(1, 1)])
+    store.go.clear()
+    shelf.load(2, [pieces(1)], patience=2.0)
+    clock.now += 2.0
+    assert shelf.ended() == [(2, 0)]
+    store.go.set()
+
+
 def test_the_pages_that_came_in_time_count() -> None:
     near, far = MemoryStore(), MemoryStore()
     shelf, clock = shelf_of(near, far)

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.cache.messages import Part
 from kvern.errors import ConfigError
+from kvern.request.request import State
 from kvern.tiers.host import HostStore
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.store import STORES
 from tests.support.idle import core_here, is_idle
+from tests.support.served import eventually
 from tests.support.tiers import (
+    GREEDY,
     HOST,
     PAGE_TOKENS,
     answer,
@@ -107,6 +111,43 @@ def test_answers_say_where_their_prompts_were(tiny_model: Path, tmp_path: Path) 
         assert search.cached_tokens_details == {"device": 0, "host": 40, "disk": 0}
     with LLM(tiny_model, **OPTIONS) as llm:
         assert llm.generate([PROMPT], PARAMS)[0].cached_tokens_details == {}
+
+
+def test_pages_come_while_a_request_waits_for_others(tiny_model: Path) -> None:
+    options = OPTIONS | {"max_batch_requests": 1, "kv_cache_tokens": 240}
+    with LLM(tiny_model, kv_tier=HOST, **options) as llm:
+        trust(llm)
+        expected, _ = answer(llm, PROMPT)
+        forget(llm)
+        engine: Any = llm._engine
+        longer = engine.add("longer", [*range(100, 108)], SamplingParams(max_tokens=40, ignore_eos=True))
+        waits = engine.add("waits", PROMPT, GREEDY)
+        request = next(one for one in core_here(llm).scheduler.waiting if one.unit == "waits")
+        while request.state is not State.LOADING:
+            engine.step()
+        eventually(lambda: figures(llm).hit_tokens == 40)
+        while request.state is State.LOADING:
+            engine.step()
+        assert not longer.finished and request.state is State.WAITING
+        while not waits.finished:
+            engine.step()
+        assert waits.cached_tokens_details == {"device": 0, "host": 40}
+        assert waits.outputs[0].token_ids == expected.token_ids
+        settle(llm)
+        assert is_idle(llm)
+
+
+def test_a_slow_load_pays_if_the_queue_takes_as_long(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        tier = tier_of(llm)
+        tier.computing = lambda start, end: (end - start) / 1000
+        monkeypatch.setattr(tier.shelf, "seconds", lambda sizes: 0.06)
+        pages = [(bytes(16), Part.BLOCKS)]
+        assert not tier.pays(pages, 0, 40)
+        assert figures(llm).refused_tokens == 40
+        assert not tier.pays(pages, 0, 40, [(0, 8), (60, 64)])
+        assert tier.pays(pages, 0, 40, [(0, 8), (44, 60)])
+        assert figures(llm).refused_tokens == 40, "it is not refused before it is the next to run"
 
 
 def test_a_store_that_forgets_changes_no_answer(tiny_model: Path) -> None:

@@ -3,7 +3,8 @@
 A cache manager has a list of extensions and calls each of them, in order, at the same points of a request's life:
 
     waiting  --arrived->  an extension may begin to look for the prefix elsewhere
-             --lookup-->  it may bring more of the prefix; the request is LOADING until `report` or `ready` names it
+             --prefetch, lookup-->  it may bring more of the prefix; the request is LOADING until `report` or `ready`
+                          names it
              --awaits-->  it may lack what its next tokens stand for; it is ENCODING until `report` or `ready` names it
              --match--->  an extension shortens a cached prefix to what a request can continue from
     admitted --begin, needed, take--> its memory for the request; `leave` if the request does not fit after all
@@ -21,7 +22,7 @@ A cache manager has a list of extensions and calls each of them, in order, at th
 An extension keeps its own data of each request and of each node. It holds no tensor and reads no clock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvern.cache.block_pool import BlockPool
@@ -42,6 +43,9 @@ class CacheExtension:
     """The pool of its blocks; None if it has no blocks."""
     tables: int = 0
     """Its block tables: how many blocks it needs for each further block of a request."""
+
+    prefetches: bool = False
+    """`prefetch` may do something."""
 
     @property
     def evictable_count(self) -> int:
@@ -71,6 +75,21 @@ class CacheExtension:
         """Bring more of the prefix of a waiting request, if possible; returns whether the request has to wait for it.
 
         `contents` has one integer for each position. `reserve` blocks are left for other requests.
+        """
+        return False
+
+    def prefetch(
+        self,
+        request: Request,
+        contents: Callable[[], Sequence[int]],
+        step: int,
+        reserve: int,
+        ahead: Callable[[], Sequence[tuple[int, int]]],
+    ) -> bool:
+        """Bring more of the prefix of a request that waits for others; returns whether it waits for this, too.
+
+        It is asked at each step, so it returns soon. `ahead`: the tokens of prompts, from one position to another, that
+        are computed before the request runs. `reserve` blocks are left for other requests.
         """
         return False
 

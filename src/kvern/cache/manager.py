@@ -15,6 +15,7 @@ The contiguous cache is the same code with blocks as long as the longest sequenc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvern.cache.allocation import Allocation
@@ -140,6 +141,18 @@ class KVCacheManager:
     def lookup(self, request: Request, step: int, reserve: int = 0) -> bool:
         """Let extensions bring more of a waiting request's prefix; returns whether it has to wait for one of them."""
         return any(extension.lookup(request, _contents(request), step, reserve) for extension in self.extensions)
+
+    @property
+    def prefetches(self) -> bool:
+        """True if `prefetch` may do something."""
+        return any(extension.prefetches for extension in self.extensions)
+
+    def prefetch(
+        self, request: Request, step: int, reserve: int, ahead: Callable[[], Sequence[tuple[int, int]]]
+    ) -> bool:
+        """Let extensions bring more of the prefix of a request that waits for others; see `CacheExtension`."""
+        contents = partial(_contents, request)
+        return any(extension.prefetch(request, contents, step, reserve, ahead) for extension in self.extensions)
 
     def awaits(self, request: Request, step: int) -> bool:
         """True if a waiting request, admitted now, would lack what its next tokens stand for."""

@@ -92,13 +92,15 @@ class PageSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One part of a page of a load, which come in order.
 
-    It is written to the blocks of `tables`, of which -1 are left out, or to a `state`.
+    It is written to the blocks of `tables`, of which -1 are left out, or to a `state`. The load may take `patience`
+    seconds in any case.
     """
 
     load: int
     key: bytes
     tables: list[list[int]]
     state: int = NO_STATE
+    patience: float = 0.0
 
 
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
@@ -156,8 +158,21 @@ class TierIndex(Protocol):
         """Returns the name of the store from which a part would be loaded now; None: probably none has it."""
         ...
 
-    def pays(self, pages: Sequence[tuple[bytes, Part]], start: int, end: int) -> bool:
-        """Returns whether loading pages is faster than computing the tokens `start` to `end` of a prompt."""
+    def pays(
+        self,
+        pages: Sequence[tuple[bytes, Part]],
+        start: int,
+        end: int,
+        ahead: Sequence[tuple[int, int]] | None = None,
+    ) -> bool:
+        """Returns whether loading pages is faster than computing the tokens `start` to `end` of a prompt.
+
+        `ahead`: tokens of other prompts that are computed before, in which time pages may come, too; None: it is next.
+        """
+        ...
+
+    def patience(self, start: int, end: int) -> float:
+        """Returns the seconds that a load of these tokens may take in any case, however short it should be."""
         ...
 
     def ask(self, pages: Iterable[tuple[bytes, Part]]) -> int | None:

@@ -3,8 +3,9 @@
     the last block of a page is written, its step has returned --completed--> `saves` of the next step, which copies
         them before anything else
     a request arrives  --ask--> distant stores are asked which of its pages they have
-    it is the next to run, and a tier has its next pages --lookup--> blocks are allocated; `loads` of the next step,
-        which begin after it; the request is LOADING --report--> the blocks enter the prefix tree, and it is WAITING
+    it is the next to run, or blocks are free while it waits; a tier has its next pages --lookup, prefetch--> blocks are
+        allocated; `loads` of the next step, which begin after it; the request is LOADING --report--> the blocks enter
+        the prefix tree, and it is WAITING
 
 A page has `page_blocks` blocks, and the content key (`cache/keys.py`) of the last. What the cache has of its tokens
 are its parts (`Part`), each of which is saved and loaded by itself: blocks, those of layers with a window, and the
@@ -18,7 +19,7 @@ load that fails is reported as shorter and never raised: a step that raises has 
 ordinary cached prefix: the request is then admitted like any other, and so are all that waited for the same pages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import NamedTuple
@@ -38,6 +39,9 @@ from kvern.request.request import Request, State
 from kvern.request.spans import cut
 from kvern.request.step import ExtensionMessage, SchedulerOutput
 
+LOOK_STEPS = 16
+"""A request that waits, and for which there are no blocks or answers yet, is looked at again after so many steps."""
+NEVER = 1 << 62
 LEFT_OUT = -1
 """In the place of a block of a page that is not loaded."""
 
@@ -96,6 +100,7 @@ class TierTraffic(CacheExtension):
     """The transfers to and from a tier, and the requests that wait for loads."""
 
     name = TierMessage.extension
+    prefetches = True
 
     def __init__(self, tier: TierIndex, page_blocks: int, memory: CacheMemory) -> None:
         """The extensions for windows and states, if there are any, have been made before."""
@@ -125,6 +130,8 @@ class TierTraffic(CacheExtension):
         self._numbers = 0
         self._asked: WeakSet[Request] = WeakSet()
         """Waiting requests for which a load was decided on, which happens once at most while a request waits."""
+        self._looks: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        """The steps from which on waiting requests are looked at again."""
         self._stores = [*tier.figures()]
         self._came: WeakKeyDictionary[Request, list[tuple[str, int, int]]] = WeakKeyDictionary()
         """What has been loaded for waiting requests: the store, the first token that it gave, and the one after it."""
@@ -259,34 +266,74 @@ class TierTraffic(CacheExtension):
         if request in self._questions and not self._tier.answered(self._questions[request]):
             self._unanswered[request] = None
             return True
-        prompt = self._prompt(request, contents)
-        page_tokens = self._page_blocks * self._block_size
-        if request.most_cached // page_tokens * page_tokens <= prompt.usable:
+        found = self._look(request, contents, reserve)
+        if found is None:
             return False
-        following = self._pages(prompt)
-        first = next(following, None)
-        if first is not None and first[0] in self._arriving:
-            self._arriving[first[0]].waiting.append(request)
-            return True
-        if not self._fits(prompt, prompt.usable, reserve):
-            return False
-        pages = self._find(prompt, following if first is None else chain([first], following))
-        if not pages:
-            return False
-        end = pages[-1].end * self._block_size
-        if not self._fits(prompt, end, reserve):
-            return False
-        if self._states is not None and not self._states.has_room():
-            return False
-        arriving = next((self._arriving[page.key] for page in pages if page.key in self._arriving), None)
-        if arriving is not None:
-            arriving.waiting.append(request)
+        prompt, pages = found
+        if self._joins(request, pages):
             return True
         self._asked.add(request)
-        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end):
+        return self._loads_if_it_pays(prompt, pages, step, None)
+
+    def prefetch(
+        self,
+        request: Request,
+        contents: Callable[[], Sequence[int]],
+        step: int,
+        reserve: int,
+        ahead: Callable[[], Sequence[tuple[int, int]]],
+    ) -> bool:
+        """As `lookup`, for a request that waits for others, in which time pages may come.
+
+        What is decided here once is not decided again until it is the next to run.
+        """
+        if request in self._asked or step < self._looks.get(request, 0):
+            return False
+        self._looks[request] = step + LOOK_STEPS
+        if request in self._questions and not self._tier.answered(self._questions[request]):
+            return False
+        found = self._look(request, contents(), reserve)
+        if found is None:
+            return False
+        self._looks[request] = NEVER
+        prompt, pages = found
+        return self._joins(request, pages) or self._loads_if_it_pays(prompt, pages, step, ahead())
+
+    def _joins(self, request: Request, pages: Sequence[_Page]) -> bool:
+        """Let a request wait for pages that are on their way, if some are."""
+        arriving = next((self._arriving[page.key] for page in pages if page.key in self._arriving), None)
+        if arriving is None:
+            return False
+        arriving.waiting.append(request)
+        return True
+
+    def _loads_if_it_pays(
+        self, prompt: _Prompt, pages: list[_Page], step: int, ahead: Sequence[tuple[int, int]] | None
+    ) -> bool:
+        end = pages[-1].end * self._block_size
+        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead):
             return False
         self._begin(prompt, pages, step)
         return True
+
+    def _look(self, request: Request, contents: Sequence[int], reserve: int) -> tuple[_Prompt, list[_Page]] | None:
+        """What may be loaded for a request; None: nothing, or it would not fit now."""
+        prompt = self._prompt(request, contents)
+        page_tokens = self._page_blocks * self._block_size
+        if request.most_cached // page_tokens * page_tokens <= prompt.usable:
+            return None
+        following = self._pages(prompt)
+        first = next(following, None)
+        if first is not None and first[0] in self._arriving:
+            return prompt, [_Page(first[0], Part.BLOCKS, first[1], "")]
+        if not self._fits(prompt, prompt.usable, reserve):
+            return None
+        pages = self._find(prompt, following if first is None else chain([first], following))
+        if not pages or not self._fits(prompt, pages[-1].end * self._block_size, reserve):
+            return None
+        if self._states is not None and not self._states.has_room():
+            return None
+        return prompt, pages
 
     def _fits(self, prompt: _Prompt, computed: int, reserve: int) -> bool:
         """True if a request that continues after `computed` tokens would fit."""
@@ -380,9 +427,10 @@ class TierTraffic(CacheExtension):
             load.state = self._states.reserve()
         self._loading[self._numbers] = load
         self._arriving |= dict.fromkeys((page.key for page in pages), load)
-        self._loads += [self._load_of(load, page) for page in pages]
+        patience = self._tier.patience(prompt.usable, end * size)
+        self._loads += [self._load_of(load, page, patience) for page in pages]
 
-    def _load_of(self, load: _Load, page: _Page) -> PageLoad:
+    def _load_of(self, load: _Load, page: _Page, patience: float) -> PageLoad:
         """The message of a part of a page of the newest load."""
         tables: list[list[int]] = [[]]
         own = range(page.end - self._page_blocks, page.end)
@@ -392,10 +440,12 @@ class TierTraffic(CacheExtension):
             left_out = (LEFT_OUT,) * self._windows.tables
             columns = zip(*(load.windows[index] if index in page.windows else left_out for index in own), strict=True)
             tables += map(list, columns)
-        return PageLoad(self._numbers, page.key, tables, load.state if page.part is Part.STATE else NO_STATE)
+        state = load.state if page.part is Part.STATE else NO_STATE
+        return PageLoad(self._numbers, page.key, tables, state, patience)
 
     def placed(self, request: Request) -> None:
         self._asked.discard(request)
+        self._looks.pop(request, None)
         came = self._came.pop(request, [])
         if request.queue.preemptions == 0:
             loaded = dict.fromkeys(self._stores, 0)

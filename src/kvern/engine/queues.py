@@ -265,6 +265,14 @@ class WaitingQueue:
                 heads.append(heap[0])
         return min(heads, key=self._before)[-1] if heads else None
 
+    def first(self, count: int) -> list[Request]:
+        """The first of those that are ready, about `count` of each owner, the best first."""
+        heads: list[Entry] = []
+        for heap in self._heaps.values():
+            near = heap[: 2**count]  # the first are never behind these
+            heads += [entry for entry in near if self._entries.get(entry[-1]) is entry]
+        return [entry[-1] for entry in heapq.nsmallest(count, heads, key=self._before)]
+
     def _before(self, entry: Entry) -> tuple[float, ...]:
         """The order between owners: the policy's, but what each has comes before turns and arrival."""
         return *entry[:2], *self._running.share(entry[-1]), *entry[2:5]

@@ -21,6 +21,7 @@ an adapter continue, because they need no such place, and requests with an adapt
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
@@ -33,6 +34,9 @@ from kvern.engine.step_load import load_of
 from kvern.request.request import FinishReason, Request, State
 from kvern.request.spans import cut, least, within
 from kvern.request.step import BlockCopy, Fork, NewRequest, ScheduledTokens, SchedulerOutput
+
+PREFETCHED = 4
+"""So many waiting requests are looked at while they wait."""
 
 
 class PendingForks:
@@ -171,6 +175,8 @@ class Scheduler:
             self._admit(output, budget)
             while not output.scheduled and self._make_room():
                 self._admit(output, budget)
+            if self.waiting and self._allowed is None and self.cache.prefetches:
+                self._prefetch()
         if output.scheduled:
             self.forks.tell(output)
         self.cache.plan(output)
@@ -343,6 +349,32 @@ class Scheduler:
             self._take(request, count, int(count == remaining), output)
             budget.take(start, count)
         self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
+
+    def _prefetch(self) -> None:
+        """Bring prefixes of the requests that are admitted next, as far as blocks are free beside those before them."""
+        before = [request for request in self.running if request.remaining_tokens > 1]
+        reserve = self.running.reserved_blocks
+        for request in self.waiting.first(PREFETCHED):
+            if self._cause(request) is not None:
+                continue
+            ahead = partial(self._spans, list(before))
+            if self.cache.prefetch(request, self.step, reserve, ahead):
+                request.state = State.LOADING
+                self.waiting.park(request, request)
+            before.append(request)
+            reserve += self.cache.blocks_for(len(request.token_ids))
+
+    def _spans(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
+        """The tokens of requests that are still to be computed."""
+        return [
+            (
+                request.num_computed_tokens
+                if request.state is State.RUNNING
+                else self.cache.cached_tokens(request, self.step),
+                len(request.token_ids),
+            )
+            for request in requests
+        ]
 
     def _cause(self, request: Request) -> Cause | None:
         """Why a waiting request cannot run: some of its input is still on its way, or it may not."""

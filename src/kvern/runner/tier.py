@@ -16,6 +16,9 @@ from kvern.tiers.shelf import Shelf
 MOST_ASKED = 1024
 """Parts of pages of a prompt about which distant stores are asked."""
 
+PATIENCE = 0.25
+"""The share of what computing takes that a load may take in any case: a thread may have to wait for a processor."""
+
 Seconds = Callable[[int, int], float]
 
 
@@ -77,15 +80,27 @@ class Tier:
         found = [self.shelf.find(name) for name in self._names(key, part)] or self.shelf.stores[:1]
         return None if found[0] is None or None in found else found[0].name
 
-    def pays(self, pages: Sequence[tuple[bytes, Part]], start: int, end: int) -> bool:
+    def pays(
+        self,
+        pages: Sequence[tuple[bytes, Part]],
+        start: int,
+        end: int,
+        ahead: Sequence[tuple[int, int]] | None = None,
+    ) -> bool:
         """See `TierIndex`."""
         if self.computing is None:
             return True
+        waits = sum(self.computing(*span) for span in ahead or ())
         sizes = ((self._names(key, part)[0], self._bytes[part]) for key, part in pages if part in self._first)
-        if self.shelf.seconds(sizes) <= self.computing(start, end):
+        if self.shelf.seconds(sizes) <= self.computing(start, end) + waits:
             return True
-        self.shelf.refused(end - start)
+        if ahead is None:
+            self.shelf.refused(end - start)
         return False
+
+    def patience(self, start: int, end: int) -> float:
+        """See `TierIndex`."""
+        return 0.0 if self.computing is None else PATIENCE * self.computing(start, end)
 
     def ask(self, pages: Iterable[tuple[bytes, Part]]) -> int | None:
         """See `TierIndex`."""
@@ -132,6 +147,7 @@ class Tier:
     def load(self, loads: Sequence[PageLoad]) -> None:
         """Begins to bring pages to their blocks. Those of one load come together, in order."""
         wanted: dict[int, list[list[Piece]]] = {}
+        patience = {load.load: load.patience for load in loads}
         pieces: list[list[Piece]] = [[] for _ in loads]
         for group in self._mover.groups:
             chosen = [at for at, load in enumerate(loads) if any(block >= 0 for block in blocks_of(group, load))]
@@ -142,7 +158,7 @@ class Tier:
             wanted.setdefault(load.load, []).append(of_page)
         for number, of_load in wanted.items():
             self._loads[number] = of_load
-            self.shelf.load(number, of_load)
+            self.shelf.load(number, of_load, patience[number])
 
     def finished(self) -> list[tuple[int, int]]:
         """Returns loads that have ended, whose pages are in their blocks: (number, leading pages that have come).

@@ -194,8 +194,11 @@ class Shelf:
 
     # Loads
 
-    def load(self, number: int, pages: Sequence[Sequence[Piece]]) -> None:
-        """Begin to fill the pieces of pages, the first pages first; `ended` names the load when that has ended."""
+    def load(self, number: int, pages: Sequence[Sequence[Piece]], patience: float = 0.0) -> None:
+        """Begin to fill the pieces of pages, the first pages first; `ended` names the load when that has ended.
+
+        It is late after 1.5 times its price, but not before `patience` seconds.
+        """
         batches: dict[Shelved, list[tuple[int, Piece]]] = {}
         load = _Load(pages, [len(pieces) for pieces in pages], 0.0, failed=len(pages))
         for place, pieces in enumerate(pages):
@@ -209,7 +212,7 @@ class Shelf:
             batches.setdefault(one, []).extend((place, piece) for piece in pieces)
         counts = {one: sum(len(piece.at) for _, piece in wanted) for one, wanted in batches.items()}
         least = LEAST_PATIENCE if all(one.price.is_known for one in counts) else FIRST_PATIENCE
-        load.deadline = self._clock() + max(PATIENCE * self._seconds(counts), least)
+        load.deadline = self._clock() + max(PATIENCE * self._seconds(counts), least, patience)
         load.counts = counts
         with self._lock:
             self._loads[number] = load
