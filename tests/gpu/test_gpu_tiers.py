@@ -119,9 +119,9 @@ def test_a_flipped_bit_is_a_miss(shelf: Shelf, mover: DeviceMover, group: HeadGr
     store: Any = shelf.stores[0].store
     size = HEADER_BYTES + PAGE * group.block_bytes
     for place in (3, 40, HEADER_BYTES + 1000, size - 1):
-        lent = store.lend(name_of(1, 2), size)
+        [lent] = store.lend([name_of(1, 2)], [size])
         lent.parts[0][place] ^= 16
-        store.give_back(lent)
+        store.give_back([lent])
         assert load(shelf, mover, group, [[20, 21, 22, 23], [24, 25, 26, 27]]) == [(1, 1)]
         save(shelf, mover, group, [[1, 2, 3, 4], [5, 6, 7, 8]])
         eventually(lambda: shelf.is_quiet)

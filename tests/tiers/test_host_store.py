@@ -126,10 +126,10 @@ def test_cells_that_a_gpu_copies_from_are_whole_pages_of_memory() -> None:
     addresses = [np.frombuffer(part, np.uint8).ctypes.data for part in parts]
     assert {address % mmap.PAGESIZE for address in addresses} == {0}
     assert [right - left for left, right in pairwise(addresses)] == [len(part) for part in parts[:-1]]
-    lent = again.lend(page_name(30), 20_000)
+    [lent] = again.lend([page_name(30)], [20_000])
     assert lent is not None and [len(part) for part in lent.parts] == [8192, 8192, 3616]
     assert any(lent.parts[0].obj is part.obj for part in parts)
-    again.give_back(lent)
+    again.give_back([lent])
 
 
 def test_an_arena_of_which_a_part_cannot_be_used_is_smaller() -> None:
@@ -149,14 +149,14 @@ def test_an_arena_of_which_a_part_cannot_be_used_is_smaller() -> None:
 def test_a_lent_page_is_not_evicted_and_a_reserved_one_is_not_found() -> None:
     store = HostStore(SIZE)
     put(store, [1], 40_000)
-    lent = store.lend(page_name(1), 40_000)
-    assert lent is not None and store.lend(page_name(1), 40_001) is None
+    [lent] = store.lend([page_name(1)], [40_000])
+    assert lent is not None and store.lend([page_name(1)], [40_001]) == [None]
     reserved = store.reserve(page_name(2), 40_000)
     assert reserved is not None and has(store, [2]) == [False]
     for number in range(3, 30):
         put(store, [number], 40_000)
     assert get(store, [1], 40_000) == [True]
-    store.give_back(lent)
+    store.give_back([lent])
     store.withdraw(reserved)
     assert has(store, [2]) == [False]
     for number in range(3, 30):

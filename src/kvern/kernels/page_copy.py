@@ -51,7 +51,7 @@ class PageTable(NamedTuple):
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["heads", "blocks", "starts", "sums"])
 def _page_copy_kernel(
     memory: tl.tensor,
     segments: tl.tensor,

@@ -11,12 +11,13 @@ request's table before its event has been seen; a load that ended early is waite
 
 import ctypes
 import logging
+import mmap
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
@@ -42,20 +43,16 @@ logger = logging.getLogger("kvern")
 
 @dataclass(frozen=True, eq=False)
 class _Kind:
-    """The pages of a group of heads: the rows of one head, its blocks, and the bytes of a page."""
+    """The pages of a group of heads: the rows of one head, its blocks, and bytes.
+
+    `size`: of a page with its header; `padded`: what a payload takes on the device.
+    """
 
     group: HeadGroup
     rows: list[Rows]
     page_blocks: int
-
-    @property
-    def payload(self) -> int:
-        return self.page_blocks * self.group.block_bytes
-
-    @property
-    def padded(self) -> int:
-        """The bytes that a payload takes on the device."""
-        return _aligned(self.payload, 16)
+    size: int
+    padded: int
 
 
 @dataclass(eq=False)
@@ -79,7 +76,7 @@ class _Packed:
     number: int
 
     def __len__(self) -> int:
-        return HEADER_BYTES + self.region.kind.payload
+        return self.region.kind.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +89,7 @@ class _Target:
     began: torch.cuda.Event
 
     def __len__(self) -> int:
-        return HEADER_BYTES + self.kind.payload
+        return self.kind.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +116,22 @@ class _Copies:
     def sums(self) -> list[int]:
         self._done.synchronize()
         return [total & MASK for total in self._sums.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """The tables of some pages on the device; `offsets` are the places of their blocks."""
+
+    heads: torch.Tensor
+    blocks: torch.Tensor
+    offsets: Sequence[int]
+    starts: torch.Tensor
+
+    def of(self, first: int, count: int, kind: _Kind) -> PageTable:
+        """Those of some pages of one kind."""
+        last = first + count
+        blocks = self.blocks[self.offsets[first] : self.offsets[last]].view(count, kind.page_blocks)
+        return PageTable(self.heads[first:last], blocks, self.starts[first:last])
 
 
 class Ring:
@@ -163,13 +176,14 @@ class DeviceMover:
     def __init__(self, groups: Sequence[HeadGroup], page_blocks: Sequence[int], most_packed: int) -> None:
         """`page_blocks`: the blocks of a page of each group. `most_packed`: the bytes of the pages of a large step."""
         self.groups = groups
-        kinds = [
-            _Kind(group, rows_of_heads(group.caches, count), count)
-            for group, count in zip(groups, page_blocks, strict=True)
-        ]
+        kinds = []
+        for group, count in zip(groups, page_blocks, strict=True):
+            payload = count * group.block_bytes
+            rows = rows_of_heads(group.caches, count)
+            kinds.append(_Kind(group, rows, count, HEADER_BYTES + payload, _aligned(payload, 16)))
         self._kinds = {id(kind.group): kind for kind in kinds}
         self._device = groups[0].caches[0].device
-        self.cell: int | None = max(SMALLEST_CELL, _aligned(HEADER_BYTES + min(kind.payload for kind in kinds), 4096))
+        self.cell: int | None = max(SMALLEST_CELL, _aligned(min(kind.size for kind in kinds), mmap.PAGESIZE))
         self.room = max(most_packed, *(len(kind.group.kinds) * kind.padded for kind in kinds))
         self._ring = Ring(self.room)
         self._memory = torch.empty(_aligned(self.room, 16), dtype=torch.uint8, device=self._device)
@@ -187,12 +201,11 @@ class DeviceMover:
         """The events behind what was unpacked last from each stage."""
         self._compile(kinds)
 
-    @torch.inference_mode()
     def _compile(self, kinds: Iterable[_Kind]) -> None:
         """Launch each kernel, so that no request waits for a compiler."""
         for kind in kinds:
             sums = torch.zeros(1, dtype=torch.int64, device=self._device)
-            table = self._table([0], [[0] * kind.page_blocks], [0], kind)
+            table = self._table([0], [[0] * kind.page_blocks], [0], [kind]).of(0, 1, kind)
             for packs in (True, False):
                 page_copy(self._memory, kind.rows, table, sums, packs)
 
@@ -200,7 +213,6 @@ class DeviceMover:
         """See `PageMover`. It goes on in the background, about a second a gigabyte; the store has what is pinned."""
         weakref.finalize(self, _Pins(store, self._device).end)
 
-    @torch.inference_mode()
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Packed]]:
         """See `PageMover`."""
         kind, heads = self._kinds[id(group)], len(group.kinds)
@@ -211,7 +223,8 @@ class DeviceMover:
         starts = [start + place * kind.padded for place in range(count)]
         sums = torch.zeros(count, dtype=torch.int64, device=self._device)
         blocks = [table for table in tables for _ in range(heads)]
-        page_copy(self._memory, kind.rows, self._table([*range(heads)] * len(tables), blocks, starts, kind), sums, True)
+        table = self._table([*range(heads)] * len(tables), blocks, starts, [kind] * count).of(0, count, kind)
+        page_copy(self._memory, kind.rows, table, sums, True)
         region = _Region(start, kind, self._event(), sums, count)
         pages = [_Packed(region, place) for place in range(count)]
         return [pages[first : first + heads] for first in range(0, count, heads)]
@@ -232,7 +245,6 @@ class DeviceMover:
         """See `PageMemory`."""
         return torch.empty(len(piece.at), dtype=torch.uint8, pin_memory=True).numpy().data
 
-    @torch.inference_mode()
     def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> list[int]:
         """See `PageMemory`. It copies at the speed of the bus, with the copy engine."""
         regions: dict[_Region, torch.Tensor | None] = {}
@@ -257,7 +269,6 @@ class DeviceMover:
             if not region.needed:
                 self._ring.give_back(region.start)
 
-    @torch.inference_mode()
     def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> _Copies:
         """See `PageMemory`."""
         self._turns += 1
@@ -269,50 +280,41 @@ class DeviceMover:
 
     def _unpack(self, stage: _Stage, pieces: Sequence[Piece], places: Sequence[Parts]) -> torch.Tensor:
         """Copy pages to the stage and unpack them, as many at once as it holds. Returns their sums int64 [P]."""
-        for event in dict.fromkeys(piece.at.began for piece in pieces):
+        targets: list[_Target] = [piece.at for piece in pieces]
+        for event in dict.fromkeys(target.began for target in targets):
             stage.stream.wait_event(event)
-        sums = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
-        staged: list[tuple[_Target, int]] = []
-        sources: list[tuple[Parts, int]] = []
-        done = end = 0
-        for piece, parts in zip(pieces, places, strict=True):
-            size = piece.at.kind.padded
-            if end + size > len(stage.memory):
-                self._launch(stage, staged, sources, sums[done:])
-                done += len(staged)
+        batches: list[list[int]] = []
+        starts = []
+        end = len(stage.memory) + 1
+        for place, target in enumerate(targets):
+            if end + target.kind.padded > len(stage.memory):
+                batches.append([])
                 end = 0
-                staged = []
-                sources = []
-            staged.append((piece.at, end))
-            sources.append((parts, stage.memory.data_ptr() + end))
-            end += size
-        self._launch(stage, staged, sources, sums[done:])
+            batches[-1].append(place)
+            starts.append(end)
+            end += target.kind.padded
+        heads = [target.head for target in targets]
+        table = self._table(heads, [target.blocks for target in targets], starts, [target.kind for target in targets])
+        sums = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
+        first = stage.memory.data_ptr()
+        for batch in batches:
+            copy_payloads([(places[place], first + starts[place]) for place in batch], stage.stream, to_host=False)
+            for kind, of_kind in groupby(batch, lambda place: targets[place].kind):
+                run = [*of_kind]
+                page_copy(stage.memory, kind.rows, table.of(run[0], len(run), kind), sums[run[0] :], packs=False)
+        self._written[stage] = self._event()
         return sums
 
-    def _launch(
-        self,
-        stage: _Stage,
-        staged: Sequence[tuple[_Target, int]],
-        sources: Sequence[tuple[Parts, int]],
-        sums: torch.Tensor,
-    ) -> None:
-        """Have payloads copied to the stage, and unpacked from there."""
-        copy_payloads(sources, stage.stream, to_host=False)
-        for kind, of_kind in groupby(staged, lambda entry: entry[0].kind):
-            pages = [*of_kind]
-            heads, blocks = [target.head for target, _ in pages], [target.blocks for target, _ in pages]
-            table = self._table(heads, blocks, [start for _, start in pages], kind)
-            page_copy(stage.memory, kind.rows, table, sums, False)
-            sums = sums[len(pages) :]
-        self._written[stage] = self._event()
-
-    def _table(self, heads: list[int], blocks: Sequence[Sequence[int]], starts: list[int], kind: _Kind) -> PageTable:
-        word = kind.rows[0].dtype.itemsize
-        numbers = upload([number for table in blocks for number in table], torch.int32, self._device)
-        return PageTable(
+    def _table(
+        self, heads: list[int], blocks: Sequence[Sequence[int]], starts: Sequence[int], kinds: Sequence[_Kind]
+    ) -> "_Table":
+        """Uploads what the kernels need of pages, of which each has its kind."""
+        words = [start // kind.rows[0].dtype.itemsize for start, kind in zip(starts, kinds, strict=True)]
+        return _Table(
             upload(heads, torch.int32, self._device),
-            numbers.view(len(heads), kind.page_blocks),
-            upload([start // word for start in starts], torch.int64, self._device),
+            upload([*chain.from_iterable(blocks)], torch.int32, self._device),
+            [0, *accumulate(map(len, blocks))],
+            upload(words, torch.int64, self._device),
         )
 
     def _event(self) -> torch.cuda.Event:

@@ -10,7 +10,7 @@ from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_p
 from kvern.request.store_figures import StoreFigures
 from kvern.runner.page_mover import STATES, HeadGroup, PageMover
 from kvern.tiers.page_memory import Piece
-from kvern.tiers.pages import HEADER_BYTES, page_name
+from kvern.tiers.pages import HEADER_BYTES, page_names
 from kvern.tiers.shelf import Shelf
 
 MOST_ASKED = 1024
@@ -51,6 +51,7 @@ class Tier:
         self.computing: Seconds | None = None
         """The seconds in which the tokens of a prompt between two positions are computed; None: nobody knows."""
         self._mover = mover
+        self._makers = {kind: page_names(identity, kind) for group in mover.groups for kind in group.kinds}
         page_blocks = blocks_of_page(block_size)
         self._page_tokens = page_blocks * block_size
         self.device = mover.groups[0].caches[0].device
@@ -68,7 +69,7 @@ class Tier:
 
     def _names(self, key: bytes, part: Part) -> list[bytes]:
         """The pages that stand for all of a part; none: other ranks have it."""
-        return [page_name(self.identity, kind, key) for kind in self._first.get(part, ())]
+        return [self._makers[kind](key) for kind in self._first.get(part, ())]
 
     def wants(self, key: bytes, part: Part) -> bool:
         """See `TierIndex`."""
@@ -140,7 +141,7 @@ class Tier:
         """The pages of a group's heads, of which the first of all may count the tokens."""
         tokens = self._page_tokens if counts and group.part is self._counted else 0
         return [
-            Piece(page_name(self.identity, kind, key), head, 0 if place else tokens, group.is_own)
+            Piece(self._makers[kind](key), head, 0 if place else tokens, group.is_own)
             for place, (kind, head) in enumerate(zip(group.kinds, heads, strict=True))
         ]
 

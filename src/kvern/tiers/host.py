@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -43,8 +44,7 @@ class _Page:
     readers: int = 0
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """The memory of one page in the arena: `parts`, one for each cell."""
 
     name: bytes
@@ -137,20 +137,25 @@ class HostStore:
     def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         return [self._put(name, place) for name, place in zip(names, places, strict=True)]
 
-    def lend(self, name: bytes, length: int) -> _Place | None:
+    def lend(self, names: Sequence[bytes], lengths: Sequence[int]) -> list[_Place | None]:
         """See `DirectStore`."""
+        found: list[_Place | None] = []
         with self._lock:
-            page = self._pages.get(name)
-            if page is None or page.length != length or not self._is_usable(page):
-                return None
-            page.readers += 1
-            self._pages.move_to_end(name)
-        return self._place(name, page)
+            for name, length in zip(names, lengths, strict=True):
+                page = self._pages.get(name)
+                if page is None or page.length != length or not self._is_usable(page):
+                    found.append(None)
+                    continue
+                page.readers += 1
+                self._pages.move_to_end(name)
+                found.append(self._place(name, page))
+        return found
 
-    def give_back(self, place: _Place) -> None:
+    def give_back(self, places: Sequence[_Place]) -> None:
         """See `DirectStore`."""
         with self._lock:
-            place.page.readers -= 1
+            for place in places:
+                place.page.readers -= 1
 
     def reserve(self, name: bytes, length: int) -> _Place | None:
         """See `DirectStore`."""
@@ -206,7 +211,7 @@ class HostStore:
         """The memory stays with its owner; if that is this process, it goes with the last reference."""
 
     def _get(self, name: bytes, place: memoryview) -> bool:
-        lent = self.lend(name, len(place))
+        [lent] = self.lend([name], [len(place)])
         if lent is None:
             return False
         target = np.frombuffer(place, np.uint8)
@@ -214,7 +219,7 @@ class HostStore:
         for part in lent.parts:
             np.copyto(target[start : start + len(part)], part)
             start += len(part)
-        self.give_back(lent)
+        self.give_back([lent])
         return True
 
     def _put(self, name: bytes, place: memoryview) -> bool:

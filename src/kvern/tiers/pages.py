@@ -9,6 +9,7 @@ its payload. Anything else is a miss. The sum finds what was damaged on the way;
 
 import hashlib
 import struct
+from collections.abc import Callable
 
 import xxhash
 
@@ -21,11 +22,21 @@ _MAGIC = b"kvPG"
 HEADER_BYTES = _HEADER.size
 
 
-def page_name(identity: bytes, kind: bytes, key: bytes) -> bytes:
-    """The name of a page: 32 bytes, of the content key of its last block, its kind, and the model's identity."""
-    return hashlib.blake2b(
-        len(kind).to_bytes(4, "little") + kind + key, digest_size=NAME_BYTES, key=identity, person=b"kvern kv page"
-    ).digest()
+def page_names(identity: bytes, kind: bytes) -> Callable[[bytes], bytes]:
+    """Makes the names of pages of a kind, 32 bytes each, of the content keys of their last blocks.
+
+    `identity`: the model's.
+    """
+    begun = hashlib.blake2b(
+        len(kind).to_bytes(4, "little") + kind, digest_size=NAME_BYTES, key=identity, person=b"kvern kv page"
+    )
+
+    def name(key: bytes) -> bytes:
+        state = begun.copy()
+        state.update(key)
+        return state.digest()
+
+    return name
 
 
 def header(name: bytes, payload_bytes: int, total: int) -> bytes:

@@ -73,8 +73,6 @@ class _Arrival:
     batch: Sequence[tuple[int, Piece]]
     size: int
     began: float = 0.0
-    measured: int | None = None
-    """The bytes that came since `began`, if not `size`; 0: nobody knows."""
     lent: list[Any] = field(default_factory=list)
     """Of a direct store, each piece's place, or None."""
     places: list[Parts | None] = field(default_factory=list)
@@ -219,18 +217,13 @@ class Shelf:
         for one, wanted in batches.items():
             with one.lock:
                 one.reading_bytes += counts[one]
-            cut = _cut(wanted, self._batch, lambda entry: len(entry[1].at))
-            arrivals = [_Arrival(one, load, batch, sum(len(piece.at) for _, piece in batch)) for batch in cut]
             if self._memory.is_prompt and isinstance(one.store, DirectStore):
-                began = self._clock()
-                for arrival in arrivals:
-                    self._lend(arrival, one.store)
-                    arrival.began = began
-                    arrival.measured = counts[one] if arrival is arrivals[-1] else 0  # they are seen when steps end
-                self._arrivals += arrivals
-            else:
-                for arrival in arrivals:
-                    one.reading.submit(lambda arrival=arrival: self._read(arrival))  # type: ignore[misc]
+                self._arrivals.append(_Arrival(one, load, wanted, counts[one]))
+                self._lend(self._arrivals[-1], one.store)
+                continue
+            for batch in _cut(wanted, self._batch, lambda entry: len(entry[1].at)):
+                arrival = _Arrival(one, load, batch, sum(len(piece.at) for _, piece in batch))
+                one.reading.submit(lambda arrival=arrival: self._read(arrival))  # type: ignore[misc]
 
     def _read(self, arrival: _Arrival) -> None:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
@@ -260,7 +253,8 @@ class Shelf:
     def _lend(self, arrival: _Arrival, store: DirectStore) -> None:
         """Have pages in this process's memory copied to where they belong."""
         arrival.began = self._clock()
-        arrival.lent = [store.lend(piece.name, len(piece.at)) for _, piece in arrival.batch]
+        names = [piece.name for _, piece in arrival.batch]
+        arrival.lent = store.lend(names, [len(piece.at) for _, piece in arrival.batch])
         arrival.places = [None if place is None else place.parts for place in arrival.lent]
         self._copy(arrival)
 
@@ -287,9 +281,8 @@ class Shelf:
         if arrival.places or arrival.began:
             came = self._sorted_out(arrival)
             now = self._clock()
-            if measured := arrival.size if arrival.measured is None else arrival.measured:
-                one.price.learn(measured, now - arrival.began, now)
-                one.count(read_seconds=now - arrival.began)
+            one.price.learn(arrival.size, now - arrival.began, now)
+            one.count(read_seconds=now - arrival.began)
             good = (len(piece.at) for (_, piece), is_good in zip(arrival.batch, came, strict=True) if is_good)
             one.count(read_bytes=sum(good))
         with one.lock:
@@ -319,22 +312,15 @@ class Shelf:
             for above in lower:
                 self._put(above, found_pages, bool(arrival.lent))
         if isinstance(store, DirectStore):
-            for place in arrival.lent:
-                if place is not None:
-                    store.give_back(place)
-        return [self._check(one, *each) for each in zip(pieces, places, right, strict=True)]
-
-    def _check(self, one: Shelved, piece: Piece, place: Parts | None, is_right: bool | None) -> bool:
-        if is_right:
-            one.known.add(piece.name)
-            one.count(hit_tokens=piece.tokens)
-            return True
-        one.count(missed_tokens=piece.tokens)
-        if place is None:
-            one.known.discard(piece.name)
-        elif is_right is False:
-            one.spoil(piece.name, self._clock())
-        return False
+            store.give_back([place for place in arrival.lent if place is not None])
+        for piece, parts, is_right in zip(pieces, places, right, strict=True):
+            if not store.is_local:
+                (one.known.discard if parts is None else one.known.add)(piece.name)
+            if is_right is False and parts is not None:
+                one.spoil(piece.name, self._clock())
+        hits = sum(piece.tokens for piece, is_right in zip(pieces, right, strict=True) if is_right)
+        one.count(hit_tokens=hits, missed_tokens=sum(piece.tokens for piece in pieces) - hits)
+        return [bool(is_right) for is_right in right]
 
     def ended(self) -> list[tuple[int, int]]:
         """The loads that have ended since the last call: (number, how many of its leading pages have come)."""
@@ -408,21 +394,24 @@ class Shelf:
                             one.count(skipped_tokens=piece.tokens)
                         else:
                             reserved[at] = one, store, place
-        places: list[Parts] = [
-            reserved[at][2].parts if at in reserved else [self._memory.buffer(piece)] for at, piece in enumerate(pieces)
+        others = [one for one in self.stores if not isinstance(one.store, DirectStore)]
+        found = [
+            (at, piece)
+            for at, piece in enumerate(pieces)
+            if at in reserved or any(self._lacks(one, piece) for one in others)
         ]
+        wanted = [piece for _, piece in found]
+        places = [reserved[at][2].parts if at in reserved else [self._memory.buffer(piece)] for at, piece in found]
         try:
-            sums = self._memory.read(pieces, places)
+            sums = self._memory.read(wanted, places)
         except BaseException:
             for _, store, place in reserved.values():
                 store.withdraw(place)
             raise
-        for piece, place, total in zip(pieces, places, sums, strict=True):
+        for piece, place, total in zip(wanted, places, sums, strict=True):
             place[0][:HEADER_BYTES] = header(piece.name, len(piece.at) - HEADER_BYTES, total)
-        others = [(one, [at for at, piece in enumerate(pieces) if self._lacks(one, piece)]) for one in self.stores]
-        for one, lacking in others:
-            if not isinstance(one.store, DirectStore):
-                self._put(one, [(pieces[at], places[at]) for at in lacking], bool(reserved))
+        for one in others:
+            self._put(one, [*zip(wanted, places, strict=True)], bool(reserved))
         took = self._clock() - began
         for at, (one, store, place) in reserved.items():
             store.publish(place)

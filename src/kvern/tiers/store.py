@@ -88,11 +88,11 @@ class DirectStore(Store, Protocol):
     These methods take microseconds, and do not raise.
     """
 
-    def lend(self, name: bytes, length: int) -> Any | None:
-        """Returns the place of a page, which is not changed until `give_back`; None: there is none of this length."""
+    def lend(self, names: Sequence[bytes], lengths: Sequence[int]) -> list[Any | None]:
+        """Returns the places of pages, which are not changed until `give_back`; None: there is none of this length."""
         ...
 
-    def give_back(self, place: Any) -> None:
+    def give_back(self, places: Sequence[Any]) -> None:
         """Ends what `lend` began."""
         ...
 
