@@ -19,6 +19,8 @@ CACHES = {
     "odd": [(2, 2, 5, torch.int8)],
     "widths": [(2, 2, 8, torch.bfloat16), (2, 2, 16, torch.bfloat16), (1, 2, 8, torch.bfloat16)],
     "states": [(1, 1, 3000, torch.float32)],
+    "states of layers": [(1, 3, 3000, torch.float32), (1, 3, 12, torch.bfloat16)],
+    "parts of places": [(2, 2, 8, torch.bfloat16)] * 2,
 }
 
 
@@ -36,13 +38,17 @@ def summed(payload: bytes, word: int) -> int:
 
 
 def group_of(kind: str, device: torch.device) -> HeadGroup:
-    size = 1 if kind == "states" else BLOCK
+    size = 1 if kind.startswith("states") else BLOCK
     caches = [
         torch.randint(-128, 128, (stored, BLOCKS, size, heads, width * dtype.itemsize), dtype=torch.int8)
         .view(dtype)
         .to(device)
         for stored, heads, width, dtype in CACHES[kind]
     ]
+    if kind == "states of layers":  # which stand one after another
+        caches = [cache.transpose(1, 3).contiguous().transpose(1, 3) for cache in caches]
+    if kind == "parts of places":  # whose blocks are a part of the pool's
+        caches = [torch.cat((cache, cache), 2).view(2, -1, *cache.shape[2:])[:, ::2] for cache in caches]
     heads = caches[0].shape[3]
     width = sum(cache.shape[0] * size * cache.shape[4] * cache.element_size() for cache in caches)
     return HeadGroup(0, caches, [bytes([head]) for head in range(heads)], True, width)
@@ -78,7 +84,8 @@ def moved(
 def test_pages_are_those_of_the_cpu_and_come_back(kind: str, device: torch.device) -> None:
     torch.manual_seed(len(kind))
     group = group_of(kind, device)
-    tables = [[2, 7, 1], [8, 3, 4]] if kind != "states" else [[2], [8]]
+    is_state = kind.startswith("states")
+    tables = [[2], [8]] if is_state else [[2, 7, 1], [8, 3, 4]]
     memory = torch.full((1 << 18,), 85, dtype=torch.uint8, device=device)
     size, sums, word = moved(group, memory, tables, packs=True)
     expected = packed(group, tables)
@@ -90,7 +97,7 @@ def test_pages_are_those_of_the_cpu_and_come_back(kind: str, device: torch.devic
 
     others = group_of(kind, device)
     before = [cache.clone() for cache in others.caches]
-    targets = [[5, -1, 0], [6, 2, -1]] if kind != "states" else [[5], [0]]
+    targets = [[5], [0]] if is_state else [[5, -1, 0], [6, 2, -1]]
     _, again, _ = moved(others, memory, targets, packs=False)
     assert again == sums
     for cache, old, source in zip(others.caches, before, group.caches, strict=True):
