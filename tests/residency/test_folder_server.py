@@ -1,6 +1,11 @@
 """`kvern serve` with a folder of models, as programs made for ollama use it."""
 
+import contextlib
+import os
+import random
 import shutil
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,4 +47,38 @@ def test_a_folder_of_models_is_served_to_ollamas_client(tiny_model: Path, tmp_pa
         assert client.generate("tiny", "a fox", **told).response == first
         with pytest.raises(ollama.ResponseError, match="keep_alive is 'soon'"):
             client.generate("tiny", "a fox", keep_alive="soon", **told)
+    assert engines_of(served) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_random_switches_with_engines_that_are_killed(tiny_model: Path, tmp_path: Path) -> None:
+    """Three models, memory for two, clients that want any of them, and a process killed now and then: all are answered
+    as they were before, and no process is left over."""
+    models = tmp_path / "models"
+    for name in ("one", "two", "three"):
+        shutil.copytree(tiny_model, models / name)
+    arguments = ("--models-dir", str(models), "--models-memory", "900MB", "--data-dir", str(tmp_path / "data"))
+    body = {"prompt": [5, 9, 17, 33], "max_tokens": 20, "temperature": 0.0}
+    with serving(*arguments, *OPTIONS) as served:
+
+        def ask(seed: int) -> tuple[str, str]:
+            dice, client = random.Random(seed), served.client().with_options(max_retries=4)  # of a first wake
+            said = set()
+            for _ in range(8):
+                name = dice.choice(("one", "two", "three"))
+                answer = client.completions.create(model=name, **body)  # type: ignore[call-overload]
+                said.add(answer.choices[0].text)
+                if dice.random() < 0.2 and (engines := engines_of(served)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(dice.choice(engines), signal.SIGKILL)
+            [text] = said
+            return name, text
+
+        with ThreadPoolExecutor(3) as pool:
+            texts = {text for _, text in pool.map(ask, range(3))}
+        assert len(texts) == 1
+        assert len(engines_of(served)) <= 4, "those of models that are awake, and one in reserve"
+        _, _, listed = served.raw("GET", "/v1/models")
+        assert sum(entry["state"] == "awake" for entry in listed["data"]) <= 3
     assert engines_of(served) == []

@@ -83,6 +83,8 @@ def test_two_models_take_turns_and_answer_as_if_they_had_never_slept(tiny_model:
                 assert f'kvern:request_success_total{{finished_reason="length",model_name="{name}"}} 2.0' in figures
             assert 'kvern:engine_ready{model_name="one"} NaN' in figures
             assert keeper.residency.held <= memory
+            late = await http.post("/v1/completions", json=BODY | {"model": "one", "timeout": 1e-6})
+            assert late.status_code == 408 and "before one was awake" in late.text
 
     asyncio.run(run())
 

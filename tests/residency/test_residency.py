@@ -133,6 +133,17 @@ def test_a_model_that_takes_more_than_estimated_sends_another_to_sleep() -> None
     assert moves(residency, 11.0) == [("a", "cold")]
 
 
+def test_a_model_whose_files_are_larger_than_was_known_waits_for_the_memory() -> None:
+    residency = residency_of(4, a=Terms(), b=Terms())
+    awake(residency, "a", 0.0)
+    residency.asked("b", 10.0)
+    assert moves(residency, 10.0) == [("b", "awake")]
+    residency.postponed("b", Footprint(3, 1.0))
+    assert moves(residency, 11.0) == [("a", "cold")]
+    residency.moved("a", 11.0)
+    assert moves(residency, 11.0) == [("b", "awake")]
+
+
 def test_sleeping_comes_before_the_end_of_the_process() -> None:
     residency = Residency(10)
     for name in "ab":

@@ -28,11 +28,14 @@ GRACE_SECONDS = 2.0
 
 
 class Resident:
-    """One of several models. Its client is made with its first request, and stays."""
+    """One of several models."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
+        self.made: EngineClient | None = None
+        """Its client, made with its first request."""
         self.client: EngineClient | None = None
+        """The same, once it was awake and knows the model."""
         self.figures = ModelFigures(model.name)
         self.trouble = ""
         """Why it could not be woken the last time."""
@@ -90,7 +93,7 @@ class Keeper:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await asyncio.gather(*(one.client.__aexit__() for one in self.residents if one.client is not None))
+        await asyncio.gather(*(one.made.__aexit__() for one in self.residents if one.made is not None))
         if self._reserve is not None:
             self._reserve.kill()
             self._reserve.forget()
@@ -181,17 +184,23 @@ class Keeper:
                 await self._wake(resident)
             else:
                 await self._rest(resident)
+        except Exception:
+            logger.exception("model %s did not become %s", resident.name, move.state)
         finally:
             self._news.set()
 
     async def _wake(self, resident: Resident) -> None:
         began = time.monotonic()
         try:
-            client = resident.client
+            client = resident.made
             if client is None:
-                client = await asyncio.to_thread(EngineClient, resident.model.engine)
+                client = resident.made = await asyncio.to_thread(EngineClient, resident.model.engine)
                 client.replicas.wake = lambda: self.awake(resident)
-            await client.start(self._taken())
+                needed = resident.model.estimate(client.folder)
+                if needed.awake > self.residency.footprint(resident.name).awake:  # it was downloaded just now
+                    self.residency.postponed(resident.name, needed)
+                    return
+            await self._start(client, again=resident.client is not None)
         except Exception as error:
             if not isinstance(error, KvernError):
                 logger.exception("model %s cannot be woken", resident.name)
@@ -211,6 +220,16 @@ class Keeper:
         if self._reserve is None and any(state != "awake" for state in self.residency.states.values()):
             self._reserve = EngineChild()
 
+    async def _start(self, client: EngineClient, again: bool) -> None:
+        """Starts a model's engines. `again`: they have run before, so that one failure may have come from outside."""
+        try:
+            await client.start(self._taken())
+        except ConfigError as error:
+            if not again:
+                raise
+            logger.warning("model %s is woken once more: %s", client.names[0], error)
+            await client.start()
+
     async def _rest(self, resident: Resident) -> None:
         client = resident.client
         assert client is not None, "a model that is awake has a client"
@@ -219,9 +238,11 @@ class Keeper:
             async with asyncio.timeout(GRACE_SECONDS):
                 for replica in client.replicas:
                     await replica.workload.until_ended()
-        await client.rest()
-        self.residency.moved(resident.name, time.monotonic())
-        resident.figures.rests()
+        try:
+            await client.rest()
+        finally:
+            self.residency.moved(resident.name, time.monotonic())
+            resident.figures.rests()
 
     def _fail(self, resident: Resident, reason: str) -> None:
         """Ends all that wait for a model that cannot be woken."""

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,15 @@ class ServedModel:
             return list(_parts(found))
         return [*found.glob(WEIGHTS)]
 
-    def estimate(self) -> Footprint:
-        """Returns what it probably takes. Raises ModelNotFound."""
-        weights = sum(file.stat().st_size for file in self.files)
-        taken = PROCESS_BYTES + int(1.1 * weights) + self._cache_bytes()
+    def estimate(self, folder: Path | None = None) -> Footprint:
+        """Returns what it probably takes. `folder`: that of its files, once it is known. Raises ModelNotFound."""
+        files = self.files or ([] if folder is None else [*folder.glob(WEIGHTS), *folder.glob("*.gguf")])
+        weights = sum(file.stat().st_size for file in files)
+        taken = PROCESS_BYTES + int(1.1 * weights) + self._cache_bytes(files)
         return Footprint(taken, START_SECONDS + weights / BYTES_PER_SECOND)
 
-    def _cache_bytes(self) -> int:
-        tokens, files = self.engine.kv_cache_tokens, self.files
+    def _cache_bytes(self, files: Sequence[Path]) -> int:
+        tokens = self.engine.kv_cache_tokens
         if tokens is None or not files or not (path := files[0].with_name("config.json")).is_file():
             return CACHE_BYTES
         config = read_object(path)

@@ -210,6 +210,11 @@ class Residency:
         else:
             self._want(model, now)
 
+    def postponed(self, name: str, footprint: Footprint) -> None:
+        """Ends a wake before it takes memory: the model needs more than was estimated, and waits for that."""
+        model = self._models[name]
+        model.target, model.footprint = None, footprint
+
     def failed(self, name: str, now: float) -> None:
         """Ends a wake that failed: the model is cold, and is tried again after 1, 2, 4 .. s."""
         model = self._models[name]

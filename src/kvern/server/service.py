@@ -20,7 +20,7 @@ from kvern.api.conversation import ChatBody
 from kvern.api.errors import HttpError
 from kvern.api.fields import CommonFields, check_bounds, check_reported, reported_by
 from kvern.engine.inputs import Prompt
-from kvern.errors import ConfigError, shown
+from kvern.errors import ConfigError, DeadlineExceeded, shown
 from kvern.observe.metrics import KeyFigures
 from kvern.plugins import imported
 from kvern.request.outputs import RequestOutput
@@ -387,8 +387,17 @@ class Service:
     async def wake(self, model: str) -> None:
         """Waits until a model is awake. Raises EngineUnavailable."""
         with self.wanted(model):
-            if self.keeper is not None and (resident := self.keeper.find(model)) is not None:
-                await self.keeper.awake(resident)
+            await self._woken(model, None)
+
+    async def _woken(self, model: str, deadline: float | None) -> None:
+        """Waits until a model that is wanted is awake. Raises EngineUnavailable or DeadlineExceeded."""
+        resident = None if self.keeper is None else self.keeper.find(model)
+        if self.keeper is not None and resident is not None:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self.keeper.awake(resident)
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"timeout has passed before {model} was awake: allow more") from error
 
     def entries(self, created: int) -> list[dict[str, object]]:
         """Returns the entries of all names in OpenAI's list of models."""
@@ -457,6 +466,7 @@ class Service:
         with contextlib.ExitStack() as held:
             if self.keeper is not None:
                 held.enter_context(self.wanted(ask.model))
+                await self._woken(ask.model, deadline)
             held.enter_context(engine.admission.enter(key, ask.sequences, ask.image_bytes))
             used = UsageCounter(self.figures, key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))

@@ -45,7 +45,8 @@ class AdaptersApi:
         folder = str(self._allowed(path))
         self._loading.add(name)
         try:
-            await until_gone(engine.client.adapters.load(name, folder), request.receive)
+            with self._service.wanted(engine.models[0]):
+                await until_gone(engine.client.adapters.load(name, folder), request.receive)
         finally:
             self._loading.remove(name)
         return json_response({"id": name, "object": "adapter", "loaded": True})
@@ -120,6 +121,8 @@ class EnginesApi:
         """Returns the engines of the body's `model`, and the body. Raises HttpError if the key is no
         administrator's."""
         check_admin(request)
+        if self._service.keeper is not None:
+            raise HttpError(409, "a server of several models adds and removes no engines: see data_parallel_size")
         body = await read_object(request)
         return self._service.engine_of(await self._service.model(body)), body
 
