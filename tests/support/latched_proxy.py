@@ -1,8 +1,8 @@
-"""A proxy that counts the bytes between a store and its server, and sends the server a signal behind one of them.
+"""A proxy that counts the bytes between a store and its server, and sends a process a signal behind one of them.
 
 It is a process of its own, since native code of a store may keep all threads of this one from running:
-`python -m tests.support.latched_proxy PORT PID` says its port, and answers lines of its stdin: `passed` is answered by
-the number of bytes that have passed, and `latch BYTES SIGNAL` by `done` when so many more have.
+`python -m tests.support.latched_proxy PORT` says its port, and answers lines of its stdin: `passed` is answered by the
+number of bytes that have passed, and `latch BYTES SIGNAL PID` by `done` when so many more have.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ PIECE = 1 << 16
 
 
 class LatchedProxy:
-    """A running proxy before a server's `port`, which sends signals to the server's process `pid`."""
+    """A running proxy before a server's `port`."""
 
-    def __init__(self, port: int, pid: int) -> None:
-        command = [sys.executable, "-m", __name__, str(port), str(pid)]
+    def __init__(self, port: int) -> None:
+        command = [sys.executable, "-m", __name__, str(port)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True, bufsize=1, **pipes)  # type: ignore[call-overload]
         self.port = int(self._process.stdout.readline())
@@ -33,11 +33,11 @@ class LatchedProxy:
         """The bytes of both directions that it has passed on; to be asked while no latch is set."""
         return int(self._asked("passed"))
 
-    def latch(self, count: int, how: signal.Signals) -> None:
-        """Sends the server a signal behind so many more bytes; nothing else is passed on before."""
+    def latch(self, count: int, how: signal.Signals, pid: int) -> None:
+        """Sends a process a signal behind so many more bytes; nothing else is passed on before."""
 
         def wait() -> None:
-            if self._asked(f"latch {count} {int(how)}") == "done\n":
+            if self._asked(f"latch {count} {int(how)} {pid}") == "done\n":
                 self.has_acted.set()
 
         self._waits = threading.Thread(target=wait, daemon=True)
@@ -58,13 +58,12 @@ class LatchedProxy:
 class _Passing:
     """The proxy's process."""
 
-    def __init__(self, port: int, pid: int) -> None:
+    def __init__(self, port: int) -> None:
         self._port = port
-        self._pid = pid
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._passed = 0
         self._at: int | None = None
-        self._how = 0
+        self._how = self._pid = 0
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -74,7 +73,7 @@ class _Passing:
             name, *numbers = line.split()
             with self._lock:
                 if name == "latch":
-                    count, self._how = map(int, numbers)
+                    count, self._how, self._pid = map(int, numbers)
                     self._at = self._passed + count
                 else:
                     print(self._passed, flush=True)
@@ -109,9 +108,9 @@ class _Passing:
 
 
 @contextlib.contextmanager
-def latched_proxy(port: int, pid: int) -> Iterator[LatchedProxy]:
+def latched_proxy(port: int) -> Iterator[LatchedProxy]:
     """A proxy before a server."""
-    proxy = LatchedProxy(port, pid)
+    proxy = LatchedProxy(port)
     try:
         yield proxy
     finally:
@@ -119,4 +118,4 @@ def latched_proxy(port: int, pid: int) -> Iterator[LatchedProxy]:
 
 
 if __name__ == "__main__":
-    _Passing(int(sys.argv[1]), int(sys.argv[2])).run()
+    _Passing(int(sys.argv[1])).run()

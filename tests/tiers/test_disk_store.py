@@ -1,6 +1,7 @@
 """The store on a disk: bounds, ages, damage, full and vanished disks, several processes, writers that are killed."""
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -10,7 +11,7 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -350,6 +351,31 @@ def test_a_folder_that_is_gone_is_a_miss_and_not_made_again(tmp_path: Path, capl
         shutil.rmtree(path)
         assert put(store, [1, 2]) == get(store, [1, 2]) == [False, False]
         assert not path.exists() and len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("call", "work"), [("preadv", get), ("pwritev", put)])
+def test_a_broken_disk_is_a_failure_of_the_store(
+    call: str, work: Callable[..., list[bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is raised when no thread uses the places any more."""
+    done: list[int] = []
+    works = getattr(os, call)
+
+    def first_fails(file: int, *more: object) -> int:
+        done.append(file)
+        if len(done) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return int(works(file, *more))
+
+    with opened(tmp_path) as store:
+        put(store, range(8))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, first_fails)
+            with pytest.raises(OSError, match="Input/output"):
+                work(store, range(8) if work is get else range(10, 18))
+            assert len(done) == 8
+        assert get(store, range(8)) == [True] * 8
+        assert put(store, range(10, 18)) == [True] * 8
 
 
 def test_folders_that_were_cleared_are_made_again(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.support.idle import core_here, is_idle
 from tests.support.latched_proxy import LatchedProxy, latched_proxy
 from tests.support.mooncake_master import mooncake_master, needs_mooncake
 from tests.support.redis_server import needs_server, redis_server
-from tests.support.served import eventually
+from tests.support.served import eventually, serving
 from tests.support.tiers import PAGE_TOKENS, tier_of
 
 OPTIONS: dict[str, Any] = {
@@ -40,13 +41,13 @@ Made = Callable[[Path], AbstractContextManager[tuple[Server, LatchedProxy, str]]
 
 @contextlib.contextmanager
 def on_valkey(folder: Path) -> Iterator[tuple[Server, LatchedProxy, str]]:
-    with redis_server(folder) as server, latched_proxy(server.port, server.pid) as proxy:
+    with redis_server(folder) as server, latched_proxy(server.port) as proxy:
         yield server, proxy, f"valkey://127.0.0.1:{proxy.port}?timeout=0.5"
 
 
 @contextlib.contextmanager
 def on_mooncake(folder: Path) -> Iterator[tuple[Server, LatchedProxy, str]]:
-    with mooncake_master() as master, latched_proxy(master.port, master.pid) as proxy:
+    with mooncake_master() as master, latched_proxy(master.port) as proxy:
         yield master, proxy, f"mooncake://127.0.0.1:{proxy.port}?segment=64MB"
 
 
@@ -114,7 +115,7 @@ def test_a_server_that_ends_between_two_bytes(
     total = traffic(made, tiny_model, tmp_path)
     with made(tmp_path) as (server, proxy, option), LLM(tiny_model, kv_tier=("host:32MB", option), **OPTIONS) as llm:
         tier_of(llm).computing = None
-        proxy.latch(int(share * total / 2), how)
+        proxy.latch(int(share * total / 2), how, server.pid)
         assert talked(llm) == expected
         while not proxy.has_acted.is_set():
             assert talked(llm) == expected
@@ -126,3 +127,63 @@ def test_a_server_that_ends_between_two_bytes(
         if how is signal.SIGSTOP:
             server.send(signal.SIGCONT)
         eventually(lambda: tier_of(llm).shelf.is_quiet)
+
+
+SERVER = ("kvern-1m", "--threads", "1", "--max-model-len", "1024", "--dtype", "float32", "--kv-cache-tokens", "2048")
+STORIES = [f"Once upon a time there were {count} little dogs who had a red ball. " * 12 for count in range(2, 14)]
+LENGTH = 24
+
+
+def drawn_engines() -> list[Any]:
+    """Random points for a nightly run."""
+    dice = random.Random(12)
+    found = []
+    for number in range(10):
+        how = [signal.SIGKILL, signal.SIGSTOP][number % 2]
+        share = dice.random()
+        found.append(pytest.param(how, share, id=f"{how.name}-{share:.3f}"))
+    return found
+
+
+@needs_server
+@pytest.mark.nightly
+@pytest.mark.parametrize(("how", "share"), drawn_engines())
+def test_an_engine_that_ends_between_two_bytes_of_a_page(how: signal.Signals, share: float, tmp_path: Path) -> None:
+    """Its streams go on in another, which loads from the host's memory at once."""
+    with redis_server(tmp_path) as redis, latched_proxy(redis.port) as proxy:
+        tiers = ("--kv-tier", "host:64MB", "--kv-tier", f"valkey://127.0.0.1:{proxy.port}?timeout=2")
+        with serving(*SERVER, *tiers, "--engine-timeout", "3") as served, ThreadPoolExecutor(4) as pool:
+            asked: Any = {
+                "model": "kvern-1m",
+                "temperature": 0,
+                "max_tokens": LENGTH,
+                "extra_body": {"ignore_eos": True},
+            }
+
+            def stream(story: str) -> str:
+                chunks = served.client().completions.create(prompt=story, stream=True, **asked)
+                return "".join(chunk.choices[0].text for chunk in chunks)
+
+            def stored() -> bool:
+                return all(
+                    served.figure("tier_stored_tokens_total", store=name) >= 4 * 128 for name in ("host", "valkey")
+                )
+
+            before = proxy.passed()
+            list(pool.map(stream, STORIES[:4]))
+            eventually(stored)
+            proxy.latch(int(share * 0.9 * (proxy.passed() - before)), how, served.engine_pid())
+            texts = list(pool.map(stream, STORIES[4:8]))
+            more = iter(STORIES[8:])
+            while not proxy.has_acted.is_set():
+                stream(next(more))
+            eventually(lambda: served.figure("engine_restarts_total") == 1 and served.figure("engine_ready") == 1)
+
+            def from_host() -> int:
+                usage: Any = served.client().completions.create(prompt=STORIES[0], **asked).usage
+                return int(usage.prompt_tokens_details.cached_tokens_details["host"])
+
+            eventually(lambda: from_host() >= 64)
+            assert list(pool.map(stream, STORIES[4:8])) == texts
+            assert served.figure("engine_restarts_total") == 1
+            eventually(lambda: not served.figure("num_requests_running") and not served.figure("kv_cache_usage_perc"))

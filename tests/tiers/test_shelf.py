@@ -80,6 +80,19 @@ def test_a_store_that_raises_is_turned_off_and_on_again(call: str) -> None:
     assert shelf.figures()["store-0"].is_on
 
 
+def test_a_store_that_stays_broken_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    shelf, clock = shelf_of(store)
+    keep(store, 1)
+    store.raises = {"get"}
+    for number in range(12):
+        assert load(shelf, 1, number=number) == 0
+        clock.now += 1.0
+    assert shelf.figures()["store-0"].failures > 5
+    assert [message for message in caplog.messages if "it is off for 1 s" in message and "as planned" in message]
+    assert len(caplog.messages) == 1
+
+
 def test_a_store_that_hangs_is_late() -> None:
     store = MemoryStore()
     shelf, clock = shelf_of(store)

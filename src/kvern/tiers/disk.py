@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from kvern.io.files import as_size
@@ -36,6 +36,8 @@ TOUCH_SECONDS = 60.0
 """A page's time of last use is written at most so often."""
 WRITING_BACK = 64
 """Files whose pages the kernel is still writing to the disk."""
+BROKEN = frozenset({errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO})
+"""Errors of a whole disk: they are raised, so that it is not asked for a while."""
 RETRY_PAGES = 8
 """So many pages are left free at least on a disk that has been full."""
 
@@ -147,9 +149,12 @@ class DiskStore:
     def _all(
         self, work: Callable[[bytes, memoryview], bool], names: Sequence[bytes], places: Sequence[memoryview]
     ) -> list[bool]:
+        """What `work` says of each page, when no thread uses its place any more. Raises OSError for a broken disk."""
         if len(names) == 1:
             return [work(names[0], places[0])]
-        return list(self._pool.map(work, names, places))
+        began = [self._pool.submit(work, *each) for each in zip(names, places, strict=True)]
+        wait(began)
+        return [each.result() for each in began]
 
     def _oldest(self) -> float:
         """The time before which pages are too old."""
@@ -367,6 +372,8 @@ class DiskStore:
             self._limit = max(0, min(self._most, self._folder.bytes.add() + self._folder.free() - self._spare))
 
     def _failed(self, what: str, error: OSError) -> bool:
+        if error.errno in BROKEN:
+            raise error
         self._warnings.warn(what, f"a page cannot be {'read' if what == 'read' else 'written'}: {error.strerror}")
         return False
 

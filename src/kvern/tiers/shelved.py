@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 from kvern.request.store_figures import StoreFigures
 from kvern.tiers.price import Breaker, Price
+from kvern.tiers.rare_warnings import RareWarnings
 from kvern.tiers.store import Store
 
 logger = logging.getLogger("kvern")
@@ -81,6 +82,7 @@ class Shelved:
         self.name, self.store = name, store
         self.price = Price(*(LOCAL if store.is_local else DISTANT))
         self.breaker = Breaker()
+        self._warnings = RareWarnings(name)
         self.figures = StoreFigures()
         self.known = Names(MOST_KNOWN)
         """What a distant store has, as far as it was asked or given."""
@@ -121,7 +123,7 @@ class Shelved:
         """Notes a call that raised, or that lied."""
         self.count(failures=1)
         if seconds := self.breaker.failed(now):
-            logger.warning("the store %s of the KV cache is off for %g s: %s", self.name, seconds, error)
+            self._warnings.warn("off", f"it is off for {seconds:g} s, and for longer if it fails again: {error}")
 
     def spoil(self, name: bytes, now: float) -> None:
         """A page was not right."""
