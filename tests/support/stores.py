@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-from kvern.tiers.page_memory import Piece
+from kvern.tiers.page_memory import Copies, HostPages, Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES, seal
 from kvern.tiers.shelf import Shelf
 from tests.support.served import eventually
@@ -60,6 +60,29 @@ class MemoryStore:
 
     def close(self) -> None:
         self._called("close")
+
+
+class PromptPages(HostPages):
+    """Memory whose copies are begun at once, as a GPU's, and are done when a test says so."""
+
+    is_prompt = True
+    is_done = False
+
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
+        return _PromptCopies(super().write(pieces, places), self)
+
+
+class _PromptCopies:
+    def __init__(self, copies: Copies, memory: PromptPages) -> None:
+        self._copies = copies
+        self._memory = memory
+
+    def is_done(self) -> bool:
+        return self._memory.is_done
+
+    def sums(self) -> list[int]:
+        assert self._memory.is_done, "somebody waits"
+        return self._copies.sums()
 
 
 class Clock:

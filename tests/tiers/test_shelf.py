@@ -3,12 +3,13 @@
 import pytest
 
 from kvern.tiers.host import HostStore
+from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.price import Breaker, Price
 from kvern.tiers.shelf import Shelf
 from kvern.tiers.shelved import Names
 from kvern.tiers.store import Store
 from tests.support.served import eventually
-from tests.support.stores import Clock, MemoryStore, fill, keep, load, name_of, pieces
+from tests.support.stores import SIZE, Clock, MemoryStore, PromptPages, fill, keep, load, name_of, pieces
 
 
 def shelf_of(*stores: Store) -> tuple[Shelf, Clock]:
@@ -158,6 +159,36 @@ def test_abandoned_loads_are_never_told_of() -> None:
     store.go.set()
     clock.now += 10
     assert shelf.ended() == []
+
+
+def test_memory_of_this_process_is_copied_from_at_once() -> None:
+    """As for a GPU: no thread of the store has a part in it, and nobody waits."""
+    store, memory, clock = HostStore(1 << 20), PromptPages(), Clock()
+    memory.batch_bytes = 600
+    shelf = Shelf({"host": store}, clock, memory)
+    fill(shelf, *range(9))
+    wanted = pieces(*range(9), 20)
+    shelf.load(1, [[piece] for piece in wanted])
+    assert shelf.ended() == [] and all(page.readers == 1 for page in store._pages.values())
+    memory.is_done = True
+    assert shelf.ended() == [(1, 9)]
+    assert [bytes(piece.at[HEADER_BYTES:]) for piece in wanted[:9]] == [bytes([number]) * SIZE for number in range(9)]
+    found = shelf.figures()["host"]
+    assert (found.hit_tokens, found.missed_tokens) == (9 * 64, 64)
+    assert found.read_bytes == 9 * (HEADER_BYTES + SIZE)
+    store._part(store._pages[name_of(4)].cells[0], 400)[300] ^= 1
+    shelf.load(2, [[piece] for piece in pieces(*range(9))])
+    assert shelf.ended() == [(2, 4)]
+    assert shelf.figures()["host"].corrupt_pages == 1 and store.has([name_of(3), name_of(4)]) == [True, False]
+    memory.is_done = False
+    shelf.load(3, [[piece] for piece in pieces(1, 2)])
+    clock.now += 1.0
+    assert shelf.ended() == [(3, 0)], "it is late"
+    memory.is_done = True
+    assert shelf.ended() == []
+    assert not any(page.readers for page in store._pages.values()) and not shelf.stores[0].reading_bytes
+    assert shelf.figures()["host"].corrupt_pages == 1, "what came late was right"
+    shelf.close()
 
 
 def test_pages_from_below_are_kept_above() -> None:

@@ -235,6 +235,8 @@ class HostStore:
 
     def _place(self, name: bytes, page: _Page) -> _Place:
         left = page.length
+        if len(page.cells) == 1:
+            return _Place(name, page, [self._part(page.cells[0], left)])
         parts = []
         for cell in page.cells:
             parts.append(self._part(cell, min(self._cell, left)))

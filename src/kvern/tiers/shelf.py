@@ -32,6 +32,8 @@ Entry = TypeVar("Entry")
 
 MOST_WRITING = 256 << 20
 """Bytes on their way to a store; pages beyond are not saved."""
+PROMPT_BATCHES = 4
+"""Batches that the engine's thread has copied at once."""
 PINNED = (0.001, 25e9)
 """Seconds and bytes a second that are expected of pinned memory before it was used."""
 LEAST_PATIENCE = 0.02
@@ -73,6 +75,8 @@ class _Arrival:
     batch: Sequence[tuple[int, Piece]]
     size: int
     began: float = 0.0
+    measured: int | None = None
+    """The bytes that have come since `began`, if not `size`; 0: it is not measured."""
     lent: list[Any] = field(default_factory=list)
     """Of a direct store, each piece's place, or None."""
     places: list[Parts | None] = field(default_factory=list)
@@ -217,13 +221,26 @@ class Shelf:
         for one, wanted in batches.items():
             with one.lock:
                 one.reading_bytes += counts[one]
-            if self._memory.is_prompt and isinstance(one.store, DirectStore):
-                self._arrivals.append(_Arrival(one, load, wanted, counts[one]))
-                self._lend(self._arrivals[-1], one.store)
-                continue
-            for batch in _cut(wanted, self._batch, lambda entry: len(entry[1].at)):
-                arrival = _Arrival(one, load, batch, sum(len(piece.at) for _, piece in batch))
-                one.reading.submit(lambda arrival=arrival: self._read(arrival))  # type: ignore[misc]
+            is_prompt = self._memory.is_prompt and isinstance(one.store, DirectStore)
+            cut = _cut(
+                wanted, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda entry: len(entry[1].at)
+            )
+            arrivals = [_Arrival(one, load, batch, sum(len(piece.at) for _, piece in batch)) for batch in cut]
+            if is_prompt:
+                self._lend_all(arrivals, counts[one])
+            else:
+                for arrival in arrivals:
+                    one.reading.submit(lambda arrival=arrival: self._read(arrival))  # type: ignore[misc]
+
+    def _lend_all(self, arrivals: Sequence[_Arrival], size: int) -> None:
+        """Have `size` bytes of pages in this process's memory copied, the first while the others are looked for."""
+        began = self._clock()
+        for arrival in arrivals:
+            store: Any = arrival.one.store
+            self._lend(arrival, store)
+            arrival.began = began
+            arrival.measured = size if arrival is arrivals[-1] else 0  # a step may end later than some of them
+        self._arrivals += arrivals
 
     def _read(self, arrival: _Arrival) -> None:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
@@ -281,8 +298,9 @@ class Shelf:
         if arrival.places or arrival.began:
             came = self._sorted_out(arrival)
             now = self._clock()
-            one.price.learn(arrival.size, now - arrival.began, now)
-            one.count(read_seconds=now - arrival.began)
+            if measured := arrival.size if arrival.measured is None else arrival.measured:
+                one.price.learn(measured, now - arrival.began, now)
+                one.count(read_seconds=now - arrival.began)
             good = (len(piece.at) for (_, piece), is_good in zip(arrival.batch, came, strict=True) if is_good)
             one.count(read_bytes=sum(good))
         with one.lock:
