@@ -363,6 +363,8 @@ class _Pins:
 
     def __init__(self, store: HostStore, device: torch.device) -> None:
         self._store: HostStore | None = store
+        self._memory: HostStore | None = store
+        """The same, until nothing of it is pinned."""
         self._device = device
         self._pinned: list[int] = []
         self._lock = threading.Lock()
@@ -402,15 +404,20 @@ class _Pins:
             return True
 
     def end(self) -> None:
-        """Let the memory go."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        """Let the memory go, which takes a while: the process must not end meanwhile."""
         with self._lock:
             self._store = None
+        if threading.current_thread() is threading.main_thread():
+            self._unpin()
+        else:
+            threading.Thread(target=self._unpin, name="kvern-unpin", daemon=False).start()
+
+    def _unpin(self) -> None:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._thread.join()
-        with self._lock:
-            for address in self._pinned:
-                runtime.cudaHostUnregister(address)
-            self._pinned.clear()
+        for address in self._pinned:
+            runtime.cudaHostUnregister(address)
+        self._memory = None
 
 
 def copy_payloads(pages: Sequence[tuple[Parts, int]], stream: torch.cuda.Stream, *, to_host: bool) -> None:

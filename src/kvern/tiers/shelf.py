@@ -34,6 +34,7 @@ MOST_WRITING = 256 << 20
 """Bytes on their way to a store; pages beyond are not saved."""
 PROMPT_BATCHES = 4
 """Batches that the engine's thread has copied at once."""
+ENDING_SECONDS = 2.0
 PINNED = (0.001, 25e9)
 """Seconds and bytes a second that are expected of pinned memory before it was used."""
 LEAST_PATIENCE = 0.02
@@ -496,9 +497,16 @@ class Shelf:
         return found
 
     def close(self) -> None:
-        """End all threads, when they have done what is queued, and then the stores."""
+        """End all threads, when they have done what is queued, and then the stores.
+
+        The main thread, which may be about to end the process, waits a while for those that a device may hold: the
+        interpreter must not end within a call of CUDA.
+        """
         self._sealing.submit(self._close)
         self._sealing.close()
+        if self._memory.is_prompt and threading.current_thread() is threading.main_thread():
+            for lane in (self._sealing, *(one.reading for one in self.stores)):
+                lane.join(ENDING_SECONDS)
 
     def _close(self) -> None:
         for one in self.stores:

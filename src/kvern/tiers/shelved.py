@@ -54,20 +54,27 @@ class Lane:
     def __init__(self, name: str, threads: int) -> None:
         self._name, self._threads = name, threads
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._started = False
+        self._started: list[threading.Thread] = []
 
     def submit(self, call: Callable[[], None]) -> None:
         """Queues a call, which must not raise."""
         if not self._started:
-            self._started = True
-            for _ in range(self._threads):
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._started = [
+                threading.Thread(target=self._run, name=self._name, daemon=True) for _ in range(self._threads)
+            ]
+            for thread in self._started:
+                thread.start()
         self._calls.put(call)
 
     def close(self) -> None:
         """Ends the threads when they have done what is queued."""
         for _ in range(self._threads):
             self._calls.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Waits until the threads have ended, each for so long at most."""
+        for thread in self._started:
+            thread.join(seconds)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
