@@ -78,6 +78,7 @@ def test_two_models_take_turns_and_answer_as_if_they_had_never_slept(tiny_model:
             assert (await http.get("/ready")).json()["ready"]
             figures = (await http.get("/metrics")).text
             for name in ("one", "two"):
+                assert f'kvern:key_generation_tokens_total{{key="admin",model_name="{name}"}} 24.0' in figures
                 assert f'kvern:model_wakes_total{{model_name="{name}"}} 2.0' in figures
                 assert f'kvern:engine_restarts_total{{model_name="{name}"}} 0.0' in figures
                 assert f'kvern:request_success_total{{finished_reason="length",model_name="{name}"}} 2.0' in figures

@@ -406,11 +406,15 @@ class KeyFigures:
         self._cached = self._by_key("key_cached_prompt_tokens", "Prompt tokens of each key that were cached.")
         self._answer = self._by_key("key_generation_tokens", "Generated tokens of each key.")
 
-    def know(self, keys: Iterable[str]) -> None:
-        """Shows keys before they ask, because Prometheus counts from the first figure that it sees."""
+    def know(self, keys: Iterable[str], has_requests: bool = True) -> None:
+        """Shows keys before they ask, because Prometheus counts from the first figure that it sees.
+
+        `has_requests`: HTTP requests are counted here, whatever model they name.
+        """
         for key in keys:
             self.used(key, 0, 0, 0)
-            self._requests.labels(self._model, key, 200)
+            if has_requests:
+                self._requests.labels(self._model, key, 200)
 
     def answered(self, key: str, status: int) -> None:
         """Counts an HTTP request."""

@@ -104,7 +104,7 @@ class Server:
     def read_keys(self) -> str:
         """Reads the API keys again, and returns what has changed. Raises ConfigError, and then nothing has changed."""
         said = self.service.keys.read()
-        self.service.figures.know(key.name for key in self.service.keys.users)
+        self.service.know_keys()
         self.apis.keys_changed()
         return said
 
@@ -149,7 +149,8 @@ class Server:
         metrics = (figures for engine in self.service.engines for figures in engine.client.metrics)
         keeper = self.service.keeper
         states = () if keeper is None else (resident.figures for resident in keeper.residents)
-        return bytes(imported("kvern.observe.exposition:engines_text")([*metrics, *states, self.service.figures]))
+        used = {self.service.figures: None} | {engine.figures: None for engine in self.service.engines}
+        return bytes(imported("kvern.observe.exposition:engines_text")([*metrics, *states, *used]))
 
     def _check_watcher(self, request: Request) -> None:
         """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""

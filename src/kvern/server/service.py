@@ -182,10 +182,11 @@ def _subtract(counts: Counter[str], line: str, number: int) -> None:
 
 
 class ServedEngine:
-    """The engine of one model, for the names of the model and of its adapters."""
+    """The engine of one model, for the names of the model and of its adapters. `figures` count what keys use of it."""
 
-    def __init__(self, client: EngineClient, admission: Admission) -> None:
+    def __init__(self, client: EngineClient, admission: Admission, figures: KeyFigures) -> None:
         self.client = client
+        self.figures = figures
         self.models = client.names
         self.admission = admission
 
@@ -309,8 +310,9 @@ class Service:
         """Gives the files that clients upload, if the server keeps any."""
         self._images = ImageMemory(config.image_memory, keys)
         self._limits = KeyLimits()
-        self.figures = KeyFigures(clients[0].names[0] if keeper is None else keeper.residents[0].name)
-        self.figures.know(key.name for key in keys.users)
+        self._first = clients[0].names[0] if keeper is None else keeper.residents[0].name
+        self.figures = KeyFigures(self._first)
+        """Counts HTTP requests of all models, and what keys use of the first."""
         self.engines: list[ServedEngine] = []
         """Those that can make requests: of several models, those that were woken once."""
         if keeper is not None:
@@ -319,13 +321,21 @@ class Service:
         for client in clients:
             self._add(client)
         names = [name for engine in self.engines for name in dict.fromkeys(engine.names)]
+        self.know_keys()
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
 
     def _add(self, client: EngineClient) -> None:
         admission = Admission(client, self.config.max_queue, self.keys, self._limits, self._images)
-        self.engines.append(ServedEngine(client, admission))
+        figures = self.figures if client.names[0] == self._first else KeyFigures(client.names[0])
+        self.engines.append(ServedEngine(client, admission, figures))
+        self.know_keys()
+
+    def know_keys(self) -> None:
+        """Shows the keys in the figures of all models."""
+        for figures in {self.figures, *(engine.figures for engine in self.engines)}:
+            figures.know((key.name for key in self.keys.users), figures is self.figures)
 
     @functools.cached_property
     def media(self) -> "Media":
@@ -468,7 +478,7 @@ class Service:
                 held.enter_context(self.wanted(ask.model))
                 await self._woken(ask.model, deadline)
             held.enter_context(engine.admission.enter(key, ask.sequences, ask.image_bytes))
-            used = UsageCounter(self.figures, key.name)
+            used = UsageCounter(engine.figures, key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))
             held.callback(replicas.abort, generations)
             reported = 0
