@@ -12,8 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
-@pytest.mark.parametrize("count", [6, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("host", 40),
+        ("disk", 12),
+        pytest.param("host", 400, marks=pytest.mark.nightly),
+        pytest.param("disk", 50, marks=pytest.mark.nightly),
+    ],
+)
 def test_what_a_killed_writer_leaves_is_whole(kind: str, count: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.killed_writers", kind, str(tmp_path), str(count), str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -1,8 +1,11 @@
 """Stores that lie, raise, hang and are late: misses that are counted, and nothing else."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvern.tiers.host import HostStore
+from kvern.tiers.page_memory import Copies, HostPages, Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.price import Breaker, Price
 from kvern.tiers.shelf import Shelf
@@ -115,6 +118,36 @@ def test_a_store_that_hangs_is_late() -> None:
     clock.now += 120
     eventually(lambda: load(shelf, 1, number=9) == 1)
     assert shelf.ended() == []
+
+
+class Blocks(HostPages):
+    """Notes which pages are copied to where they belong."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
+        self.written += [piece.name for piece in pieces]
+        return super().write(pieces, places)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_pages_that_come_after_the_end_of_a_load_are_not_copied(gives_up: bool) -> None:
+    """The blocks are others' by then."""
+    store, clock, blocks = MemoryStore(), Clock(), Blocks()
+    shelf = Shelf({"store": store}, clock, blocks)
+    keep(store, 1, 2)
+    assert load(shelf, 2) == 1 and blocks.written == [name_of(2)]
+    store.waits = {"get"}
+    shelf.load(7, [pieces(1)])
+    eventually(lambda: store.calls.count("get") == 2)
+    if gives_up:
+        shelf.abandon()
+    clock.now += 10.0
+    assert shelf.ended() == ([] if gives_up else [(7, 0)])
+    store.go.set()
+    eventually(lambda: not shelf.stores[0].reading_bytes)
+    assert blocks.written == [name_of(2)]
 
 
 def test_a_load_is_not_late_while_computing_would_take_much_longer() -> None:
