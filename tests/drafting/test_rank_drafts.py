@@ -44,6 +44,7 @@ def of_medusa(folder: Path, decoder: Decoder) -> torch.Tensor:
 
 class Failing:
     reads_hidden, inputs = False, None
+    caches = ()
     graphs = ()
 
     def prepare(self, output: SchedulerOutput) -> None:

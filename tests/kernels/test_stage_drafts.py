@@ -144,6 +144,7 @@ def test_a_result_waits_for_the_drafts_that_it_has_and_no_others(
 
     class Known:
         reads_hidden, inputs = False, None
+        caches = ()
         graphs = ()
 
         def prepare(self, output: SchedulerOutput) -> None:

@@ -45,6 +45,7 @@ class Drawing:
     """A drafter that samples drafts from fixed probabilities, with the random numbers of the sampler."""
 
     reads_hidden, inputs = False, None
+    caches = ()
     graphs = ()
 
     def __init__(self, rows: BatchRows, probabilities: torch.Tensor, drawn: Drawn | None) -> None:

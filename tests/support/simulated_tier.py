@@ -19,6 +19,7 @@ def part_of(load: PageLoad) -> Part:
         Part.BLOCKS: any(block >= 0 for block in load.tables[0]),
         Part.WINDOWS: any(block >= 0 for block in chain(*load.tables[1:])),
         Part.STATE: load.state != NO_STATE,
+        Part.DRAFT: any(block >= 0 for block in load.draft),
     }
     [part] = (part for part, is_there in parts.items() if is_there)
     return part
@@ -31,6 +32,7 @@ class SimulatedTier:
     """
 
     identity = b""
+    keeps_drafts = True
 
     def __init__(self, capacity: int, lies: float = 0.0, seed: int = 0) -> None:
         self.capacity = capacity
@@ -86,6 +88,8 @@ class SimulatedTier:
             self._keep(save.key, Part.WINDOWS, cells[1:])
         if save.state != NO_STATE:
             self._keep(save.key, Part.STATE, [[[states[save.state]]]])
+        if save.draft:
+            self._keep(save.key, Part.DRAFT, [[]])
 
     def _keep(self, key: bytes, part: Part, cells: Cells) -> None:
         self.saved += 1
@@ -102,7 +106,9 @@ class SimulatedTier:
             if name not in self.pages:
                 break
             self.pages.move_to_end(name)
-            if name[1] is Part.STATE:
+            if name[1] is Part.DRAFT:
+                pass  # it would only guess better
+            elif name[1] is Part.STATE:
                 states[load.state] = self.pages[name][0][0][0]
             else:
                 tables = load.tables[:1] if name[1] is Part.BLOCKS else load.tables[1:]

@@ -74,6 +74,7 @@ class KnowingDrafter:
     """Writes drafts on the device: answers that were given before, by request; each token is right with `accuracy`."""
 
     reads_hidden, inputs = False, None
+    caches = ()
     graphs = ()
 
     def __init__(self, rows: BatchRows, answers: Mapping[str, Sequence[Sequence[int]]], accuracy: float) -> None:

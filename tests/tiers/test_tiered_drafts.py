@@ -8,8 +8,9 @@ import pytest
 from kvern import LLM, SamplingParams
 from tests.support.head_drafting import drafting, make_model_with_layer, write_head
 from tests.support.idle import core_here, is_idle
-from tests.support.internals import drafter_of
-from tests.support.tiers import PAGE_TOKENS, answer, figures, forget, settle, trust
+from tests.support.internals import drafter_of, vocab_size_of
+from tests.support.speculation import AnyLength
+from tests.support.tiers import PAGE_TOKENS, answer, figures, forget, settle, tier_of, trust
 from tests.support.tiny_model import make_tiny_model
 
 OPTIONS: dict[str, Any] = {
@@ -95,3 +96,41 @@ def test_ranks_share_the_pages_of_a_head(tmp_path: Path) -> None:
             cached.append(answer(llm, PROMPT, PARAMS)[1])
             settle(llm)
     assert cached == [0, 40]
+
+
+def computed_tokens(llm: LLM) -> list[int]:
+    """The tokens of each step of the draft model, from now on."""
+    drafter, found = drafter_of(llm), list[int]()
+    compute = drafter._compute
+
+    def noted(scheduled: Any) -> Any:
+        found.extend(item.count for item in scheduled)
+        return compute(scheduled)
+
+    drafter._compute = noted
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_draft_model_computes_no_prompt_again(ranks: int, tmp_path: Path) -> None:
+    """It guesses the same; a hit whose keys of the draft model are missing is a hit, and it catches up."""
+    target = make_tiny_model(tmp_path / "target")
+    expected = None
+    options = OPTIONS | {"draft_model": str(target), "kv_tier": (f"disk:{tmp_path / 'pages'}:1GB",), "device": "cpu"}
+    with LLM(str(target), **options, cpu_kernels=False, tensor_parallel_size=ranks) as llm:
+        core_here(llm).drafting = AnyLength(None, vocab_size_of(llm), 4)
+        trust(llm)
+        for keeps, least, most in ((True, 45, 70), (True, 5, 25), (False, 45, 70)):
+            forget(llm)
+            tier_of(llm).keeps_drafts = keeps
+            counts = computed_tokens(llm)
+            found, cached = answer(llm, PROMPT, PARAMS)
+            settle(llm)
+            assert expected in (None, found.token_ids)
+            assert cached == (0 if expected is None else 40)
+            assert least <= sum(counts) <= most
+            expected = found.token_ids
+            del drafter_of(llm)._compute
+        statistics = llm.statistics()
+        assert statistics.accepted_tokens == statistics.draft_tokens > 0, "a model guesses itself"
+        assert is_idle(llm)

@@ -76,24 +76,28 @@ class Part(Enum):
     """Those of layers with a window, in all of their block tables."""
     STATE = "state"
     """The state of layers after the last token."""
+    DRAFT = "draft"
+    """Keys and values of a draft model. A hit does without: they are computed again."""
 
 
 class PageSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Keep parts of a page: `tables` has its blocks in each block table, or none of a table.
 
-    `key` is the content key of its last block. `state` is its state; NO_STATE: none is kept.
+    `key` is the content key of its last block. `state` is its state; NO_STATE: none is kept. `draft`: the blocks whose
+    keys of a draft model are kept.
     """
 
     key: bytes
     tables: list[list[int]]
     state: int = NO_STATE
+    draft: list[int] = []
 
 
 class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One part of a page of a load, which come in order.
 
-    It is written to the blocks of `tables`, of which -1 are left out, or to a `state`. The load may take `patience`
-    seconds in any case.
+    It is written to the blocks of `tables`, of which -1 are left out, to a `state`, or to blocks of a draft model's
+    cache, `draft`. The load may take `patience` seconds in any case.
     """
 
     load: int
@@ -101,16 +105,23 @@ class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tables: list[list[int]]
     state: int = NO_STATE
     patience: float = 0.0
+    draft: list[int] = []
 
 
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
-    """Pages to be saved before a step changes a block, pages to be loaded, and loads that need no more reports."""
+    """Pages to be saved before a step changes a block, pages to be loaded, and loads that need no more reports.
+
+    A step that computes something also tells of which blocks that were loaded a draft model has keys now, `drafted`,
+    and of which it has not, `undrafted`.
+    """
 
     extension: ClassVar[str] = "tier"
 
     saves: list[PageSave]
     loads: list[PageLoad]
     ended: list[int]
+    drafted: list[int] = msgspec.field(default_factory=list)
+    undrafted: list[int] = msgspec.field(default_factory=list)
 
 
 class EncodingStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -149,6 +160,8 @@ class TierIndex(Protocol):
 
     identity: bytes
     """What the content keys begin with: the model, its number formats, the size of blocks."""
+    keeps_drafts: bool
+    """There is a draft model whose keys are kept, `Part.DRAFT`."""
 
     def wants(self, key: bytes, part: Part) -> bool:
         """Returns whether a part that is written should be saved; False if it is kept already."""

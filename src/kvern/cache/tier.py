@@ -31,8 +31,9 @@ from kvern.cache.allocation import Allocation
 from kvern.cache.extension import CacheExtension
 from kvern.cache.keys import block_keys
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, TierIndex, TierMessage
-from kvern.cache.radix import CachedPrefix, CacheMemory, Node
+from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.cache.states import StatePool
+from kvern.cache.tier_drafts import DraftTraffic
 from kvern.cache.windows import Blocks, WindowedBlocks
 from kvern.request.events import EngineStatistics
 from kvern.request.request import Request, State
@@ -121,6 +122,7 @@ class TierTraffic(CacheExtension):
         """Nodes that end a page, and the steps after which it is written."""
         self._offered_states: dict[Node, None] = {}
         """Nodes that are written, and whose states may be written soon."""
+        self._drafts = DraftTraffic(page_blocks)
         self._saves: list[PageSave] = []
         self._loads: list[PageLoad] = []
         self._ended: list[int] = []
@@ -164,14 +166,19 @@ class TierTraffic(CacheExtension):
 
     def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
         """A step without requests runs if there are pages to move, or if no other step can report what has ended."""
+        if self._tier.keeps_drafts:
+            self._drafts.offer(output, lambda node: self._tier.wants(self._tree.key(node), Part.DRAFT))
         polls = bool(self._loading) and self._completed >= output.step - 1
         if not (output.scheduled or self._saves or self._loads or polls):
             return None
         message = TierMessage(self._saves, self._loads, self._ended)
+        if output.scheduled:
+            self._drafts.tell(message)
         self._saves = []
         self._loads = []
         self._ended = []
-        return message if message.saves or message.loads or message.ended or polls else None
+        is_needed = message.saves or message.loads or message.ended or message.undrafted
+        return message if is_needed or polls else None
 
     def publish(self, request: Request, index: int, node: Node, step: int) -> None:
         if (index + 1) % self._page_blocks == 0:
@@ -188,6 +195,12 @@ class TierTraffic(CacheExtension):
                 self._offered_states[node] = None
         if self._states is not None:
             self._save_states(self._states)
+        for node in self._drafts.completed(step):
+            blocks = [other.block for other in self._nodes_of(node)]
+            self._saves.append(PageSave(self._tree.key(node), [[]], draft=blocks))
+
+    def leave(self, request: Request, end: SequenceEnd | None) -> None:
+        self._drafts.left(request)
 
     def _save(self, key: bytes, nodes: Sequence[Node]) -> None:
         """Save the blocks of a page, as far as a store lacks them, and all tables have the whole page."""
@@ -313,6 +326,9 @@ class TierTraffic(CacheExtension):
         end = pages[-1].end * self._block_size
         if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead):
             return False
+        if self._tier.keeps_drafts:
+            ends = [page for page in pages if page.part is Part.BLOCKS and self._has(prompt, page.key, Part.DRAFT)]
+            pages += [_page(prompt, page.key, Part.DRAFT, page.end) for page in ends]
         self._begin(prompt, pages, step)
         return True
 
@@ -406,7 +422,7 @@ class TierTraffic(CacheExtension):
         """Load pages of a prompt."""
         size = self._block_size
         known = len(prompt.path)
-        end = pages[-1].end
+        end = max(page.end for page in pages)
         numbers = [index for page in pages for index in page.windows]
         self._tree.acquire(prompt.path)
         needed = [0] * len(self._blocks.tables)
@@ -434,18 +450,20 @@ class TierTraffic(CacheExtension):
         """The message of a part of a page of the newest load."""
         tables: list[list[int]] = [[]]
         own = range(page.end - self._page_blocks, page.end)
+        blocks = [load.blocks[index - load.known] if index >= load.known else LEFT_OUT for index in own]
         if page.part is Part.BLOCKS:
-            tables[0] = [load.blocks[index - load.known] if index >= load.known else LEFT_OUT for index in own]
+            tables[0] = blocks
         if self._windows is not None:
             left_out = (LEFT_OUT,) * self._windows.tables
             columns = zip(*(load.windows[index] if index in page.windows else left_out for index in own), strict=True)
             tables += map(list, columns)
         state = load.state if page.part is Part.STATE else NO_STATE
-        return PageLoad(self._numbers, page.key, tables, state, patience)
+        return PageLoad(self._numbers, page.key, tables, state, patience, blocks if page.part is Part.DRAFT else [])
 
     def placed(self, request: Request) -> None:
         self._asked.discard(request)
         self._looks.pop(request, None)
+        self._drafts.placed(request)
         came = self._came.pop(request, [])
         if request.queue.preemptions == 0:
             loaded = dict.fromkeys(self._stores, 0)
@@ -497,6 +515,11 @@ class TierTraffic(CacheExtension):
         for index in page.windows:
             assert self._windows is not None
             self._windows.give(load.path[index], load.windows[index], load.step)
+        if page.part in (Part.BLOCKS, Part.DRAFT):
+            own = range(max(load.known, page.end - self._page_blocks), page.end)
+            found = [(load.path[index].block, load.blocks[index - load.known]) for index in own]
+            blocks = [block for block, loaded in found if block == loaded]
+            self._drafts.came(blocks, page.part is Part.DRAFT)
         if page.part is Part.STATE:
             assert self._states is not None
             self._states.settle(load.state, load.path[page.end - 1], load.step)
@@ -509,6 +532,7 @@ class TierTraffic(CacheExtension):
         self._loading = {}
         self._loads = []
         self._saves = []
+        self._drafts.undo()
         self._unanswered.clear()
         for load in loads:
             self._end(load)
@@ -517,6 +541,7 @@ class TierTraffic(CacheExtension):
     def lose(self, node: Node) -> None:
         self._offers.pop(node, None)
         self._offered_states.pop(node, None)
+        self._drafts.lose(node)
 
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         blocks = [block for load in self._loading.values() for block in load.blocks]
@@ -528,7 +553,7 @@ class TierTraffic(CacheExtension):
         assert awaited >= {request for request in loading if request.state is State.LOADING}, (
             "a request waits for blocks that nobody loads"
         )
-        offered = self._offers.keys() | self._offered_states.keys()
+        offered = {*self._offers, *self._offered_states, *self._drafts.offered}
         assert offered <= set(self._tree.nodes()), "a block is offered that was removed"
         assert {load.load for load in self._loads} <= self._loading.keys(), "a load was given up and is still planned"
         return len(blocks) + len(windowed)

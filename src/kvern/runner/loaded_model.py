@@ -73,7 +73,7 @@ class Runner(Protocol):
 
     @property
     def draft_caches(self) -> Sequence[torch.Tensor]:
-        """Likewise of the layers of a draft head."""
+        """Likewise of the layers of a draft model or head."""
         ...
 
     @property

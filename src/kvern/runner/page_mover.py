@@ -24,21 +24,21 @@ from kvern.tiers.page_memory import HostPages, PageMemory, Piece
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.shelf import MOST_WRITING
 
-STATES = -1
-"""In the place of a block table: states of layers."""
+STATES, DRAFTS = -1, -2
+"""In the place of a block table: states of layers, and a draft model's cache over the blocks of the first."""
 
 
 @dataclass(frozen=True)
 class HeadGroup:
     """Layers of one block table that have as many KV heads, and of these the heads of one rank.
 
-    table        its number; STATES: the blocks are states
+    table        its number, or STATES or DRAFTS
     caches       of each layer [stored, blocks, block_size, heads, head_dim], of any dtype; the blocks may stand apart,
                  as strides say
     kinds        for each head what a page of it is, as bytes for its name
     is_own       False: a rank before this one has the same heads, and saves their pages for all
     block_bytes  the bytes of a head in a block
-    is_draft     they are layers of a draft head
+    is_draft     they are layers of a draft model or head
     """
 
     table: int
@@ -51,9 +51,8 @@ class HeadGroup:
     @property
     def part(self) -> Part:
         """What its pages are parts of."""
-        if self.table == STATES:
-            return Part.STATE
-        return Part.WINDOWS if self.table else Part.BLOCKS
+        others = {0: Part.BLOCKS, STATES: Part.STATE, DRAFTS: Part.DRAFT}
+        return others.get(self.table, Part.WINDOWS)
 
 
 class PageMover(PageMemory, Protocol):
@@ -204,7 +203,7 @@ def head_groups(
     """The groups of heads in the caches of one rank.
 
     `attentions`: of the whole model; `layers`: their places in it; `tables`: their block tables; `scales`: of a cache
-    in 8 bits, [2, the rank's heads]; `draft`: the draft head whose layers they are. Those of layers without a window
+    in 8 bits, [2, the rank's heads]; `draft`: the draft model or head whose layers they are. Layers without a window
     come first.
     """
     members: dict[tuple[int, int], list[int]] = {}

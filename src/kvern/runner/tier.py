@@ -8,7 +8,7 @@ from typing import Any
 
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_page
 from kvern.request.store_figures import StoreFigures
-from kvern.runner.page_mover import STATES, HeadGroup, PageMover
+from kvern.runner.page_mover import DRAFTS, STATES, HeadGroup, PageMover
 from kvern.tiers.page_memory import Piece
 from kvern.tiers.pages import HEADER_BYTES, page_names
 from kvern.tiers.shelf import Shelf
@@ -24,6 +24,8 @@ Seconds = Callable[[int, int], float]
 
 def blocks_of(group: HeadGroup, page: PageSave | PageLoad) -> Sequence[int]:
     """The blocks of a page, or the state, that a group of heads moves; none, or only -1: it moves nothing."""
+    if group.table == DRAFTS:
+        return page.draft
     return [page.state] if group.table == STATES else page.tables[group.table]
 
 
@@ -33,6 +35,7 @@ def parts_of(save: PageSave) -> list[Part]:
         Part.BLOCKS: bool(save.tables[0]),
         Part.WINDOWS: any(save.tables[1:]),
         Part.STATE: save.state != NO_STATE,
+        Part.DRAFT: bool(save.draft),
     }
     return [part for part, is_there in is_saved.items() if is_there]
 
@@ -65,6 +68,7 @@ class Tier:
                 self._first[group.part].append(group.kinds[0])
             payload = group.block_bytes * (1 if group.table == STATES else page_blocks)
             self._bytes[group.part] += len(group.kinds) * (HEADER_BYTES + payload)
+        self.keeps_drafts = Part.DRAFT in self._first
         self._loads: dict[int, list[list[Piece]]] = {}
 
     def _names(self, key: bytes, part: Part) -> list[bytes]:

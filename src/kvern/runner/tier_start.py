@@ -17,7 +17,7 @@ from kvern.errors import ConfigError, without_passwords
 from kvern.ranks.ranks import Ranks
 from kvern.runner.cached_model import StateStack
 from kvern.runner.memory import bytes_of_packed
-from kvern.runner.page_mover import STATES, HeadGroup, PageMover, TorchMover, head_groups, state_groups
+from kvern.runner.page_mover import DRAFTS, STATES, HeadGroup, PageMover, TorchMover, head_groups, state_groups
 from kvern.runner.plan import Layout, Plan
 from kvern.runner.tier import Tier
 from kvern.spec.mixers import AttentionSpec, RecurrentSpec
@@ -30,9 +30,13 @@ from kvern.tiers.store import Identity, Store, make_store, read_age
 
 
 class CachedDraft(NamedTuple):
-    """A draft head: its `name` says which and how its weights are stored; `attentions` are those of whole layers."""
+    """A draft model or head: its `name` says which and how its weights are stored.
+
+    `attentions` are those of whole layers.
+    """
 
     name: str
+    is_head: bool
     attentions: Sequence[AttentionSpec]
     caches: Sequence[torch.Tensor]
 
@@ -70,7 +74,7 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     groups = head_groups(caches, [kept for _, kept in places], layers, tables, ranks, scales)
     if (draft := cache.draft) is not None:
         places_of_draft = range(len(draft.caches))
-        tables = [0 for _ in places_of_draft]
+        tables = [0 if draft.is_head else DRAFTS for _ in places_of_draft]
         groups += head_groups(draft.caches, draft.attentions, places_of_draft, tables, ranks, None, draft.name)
     token_bytes = sum(len(group.kinds) * group.block_bytes for group in groups) // layout.block_size
     mixers = [(place, mixer) for place in stage for mixer in spec.layers[place].mixers]

@@ -435,7 +435,7 @@ class Worker:
         return tier
 
     def _cached_draft(self) -> "CachedDraft | None":
-        """The draft head whose keys a tier keeps; None: there is none, or one without keys."""
+        """The draft model or head whose keys a tier keeps; None: there is none, or one without keys."""
         folder, config = self._draft, self._config
         if folder is None or not self.runner.draft_caches:
             return None
@@ -443,10 +443,14 @@ class Worker:
         from kvern.drafting.models.formats import read_draft_head
         from kvern.runner.tier_start import CachedDraft
 
-        head, _ = read_draft_head(folder, self._whole, ALONE, dummy=config.load_format == "dummy")
+        is_head = reads_embeddings(config, folder)
+        if is_head:
+            spec = read_draft_head(folder, self._whole, ALONE, dummy=config.load_format == "dummy")[0].model
+        else:
+            spec = read_draft(folder, self._folder, self._whole, self._plan.max_model_len)
         stored = config.load_format, config.quantization, config.draft_quantization
         name = f" of {model_identity(folder, *stored).hex()}"
-        return CachedDraft(name, head.model.attentions, self.runner.draft_caches)
+        return CachedDraft(name, is_head, spec.attentions, self.runner.draft_caches)
 
     def expert_placements(self) -> "dict[int, Placement]":
         """The first placements of all layers of the model whose experts are placed whole."""

@@ -68,6 +68,10 @@ class DeviceDraftModel:
         """The least position of each row's newest token, when drafts were last made for it."""
 
     @property
+    def caches(self) -> Sequence[torch.Tensor]:
+        return self._model.attention.caches
+
+    @property
     def graphs(self) -> Sequence[Captures]:
         return [graphs for graphs in (self.drafts, self.prompts) if graphs is not None]
 

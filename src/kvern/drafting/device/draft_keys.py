@@ -21,11 +21,13 @@ class DraftKeys:
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Let rows and blocks change as a step says. Rows that fork are beams, which get no drafts."""
+        tier = output.message(TierMessage)
+        if tier is not None:
+            self._clear(tier.undrafted)
+            for block in tier.drafted:
+                self._held[block] = self._size
         for copy in output.copies:
             self._held[copy.target] = min(self._held[copy.source], copy.tokens)
-        tier = output.message(TierMessage)
-        for load in () if tier is None else tier.loads:
-            self._clear([block for block in load.tables[0] if block >= 0])
         for request in output.joined:
             table = list(request.block_ids)
             self._clear(table[-(-request.num_computed_tokens // self._size) :])

@@ -39,6 +39,10 @@ class DraftModel:
     reads_hidden, inputs = False, None
     graphs = ()
 
+    @property
+    def caches(self) -> Sequence[torch.Tensor]:
+        return self._model.attention.caches
+
     def __init__(
         self,
         model: HostDraftModel,

@@ -113,6 +113,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def caches(self) -> Sequence[torch.Tensor]:
+        """The keys and values of its layers, in the blocks of the first block table."""
+        ...
+
+    @property
     def inputs(self) -> LayerInputs | None:
         """The inputs of layers that the drafter reads instead of the last states."""
 
@@ -145,11 +150,6 @@ class ReadingDrafter(Drafter, Protocol):
     reader: StepReader | None
     """The reader of steps within their graphs; None: the drafter reads after them."""
 
-    @property
-    def caches(self) -> Sequence[torch.Tensor]:
-        """The keys and values of its layers, in the blocks of the first block table; later steps need them."""
-        ...
-
 
 class GuardedDrafter:
     """A drafter that costs its drafts alone if it raises; None: there is none.
@@ -165,7 +165,7 @@ class GuardedDrafter:
         self._ranks = ranks
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self._reads = isinstance(drafter, ReadingDrafter)
-        self.caches = drafter.caches if isinstance(drafter, ReadingDrafter) else ()
+        self.caches = () if drafter is None else drafter.caches
         self.inputs = None if drafter is None else drafter.inputs
         self.drawn = drafter.drawn if isinstance(drafter, DrawingDrafter) else None
         """The probabilities that drafts were drawn from, if they are to be used."""

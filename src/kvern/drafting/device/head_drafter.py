@@ -146,6 +146,7 @@ class MedusaDrafter:
 
     reads_hidden, inputs = True, None
     graphs = ()
+    caches = ()
 
     def __init__(self, heads: MedusaHeads, rows: BatchRows, choose: Choose, drawn: Drawn | None = None) -> None:
         self._heads = heads
