@@ -249,6 +249,15 @@ def test_damage_is_never_more_than_a_miss(
         store.close()
 
 
+@pytest.mark.parametrize("size", [0, 100, PAGE - 1, PAGE + 1])
+def test_a_file_of_another_size_is_a_miss(size: int, tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        put(store, [1, 2])
+        os.truncate(file_of(tmp_path, 1), size)
+        assert get(store, [1, 2]) == [False, True]
+        assert put(store, [1]) == get(store, [1]) == [True]
+
+
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 50))])
 def test_no_page_of_a_killed_writer_is_read_in_part(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)

@@ -9,7 +9,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from kvern.cache.messages import Part
 from kvern.errors import ConfigError
-from kvern.request.request import State
+from kvern.request.request import RequestOptions, State
 from kvern.tiers.host import HostStore
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.store import STORES
@@ -148,6 +148,39 @@ def test_a_slow_load_pays_if_the_queue_takes_as_long(tiny_model: Path, monkeypat
         assert not tier.pays(pages, 0, 40, [(0, 8), (60, 64)])
         assert tier.pays(pages, 0, 40, [(0, 8), (44, 60)])
         assert figures(llm).refused_tokens == 40, "it is not refused before it is the next to run"
+
+
+def test_keys_of_an_api_share_no_pages(tiny_model: Path) -> None:
+    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+        trust(llm)
+        engine: Any = llm._engine
+
+        def cached(namespace: bytes) -> int:
+            output = engine.add("asked", PROMPT, GREEDY, RequestOptions(namespace=namespace))
+            while not output.finished:
+                engine.step()
+            forget(llm)
+            return int(output.cached_tokens)
+
+        assert [cached(name) for name in (b"one", b"two", b"one", b"", b"two")] == [0, 0, 40, 0, 40]
+
+
+def test_what_changes_keys_and_values_changes_all_names(tiny_model: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "int8"},
+        {"block_size": 8},
+        {"quantization": "int8"},
+        {"deterministic": True},
+        {"hf_overrides": {"rope_theta": 5000.0}},
+    ]
+    found = set()
+    for change in changes:
+        with LLM(tiny_model, kv_tier=HOST, **OPTIONS | change) as llm:
+            found.add(tier_of(llm).identity)
+    assert len(found) == len(changes)
 
 
 def test_a_store_that_forgets_changes_no_answer(tiny_model: Path) -> None:
