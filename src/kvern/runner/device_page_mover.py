@@ -68,8 +68,6 @@ class _Region:
     packed: torch.cuda.Event
     sums: torch.Tensor
     needed: int
-    totals: list[int] | None = None
-    """The sums, once they are on the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,20 +104,31 @@ class _Stage:
 
 
 class _Copies:
-    """Implements `Copies`, until an event."""
+    """Implements `Copies`, between two events."""
 
-    def __init__(self, sums: torch.Tensor, done: torch.cuda.Event, sources: Sequence[Parts]) -> None:
-        """`sums`: on the host, once it is `done`. `sources`: what is copied."""
+    def __init__(
+        self,
+        sums: torch.Tensor,
+        numbers: Sequence[int],
+        events: tuple[torch.cuda.Event, torch.cuda.Event],
+        places: Sequence[Parts],
+    ) -> None:
+        """`sums`: on the host, after the second event, with each page's at its number. `places`: what is copied."""
         self._sums = sums
-        self._done = done
-        self._sources = sources
+        self._numbers = numbers
+        self._events = events
+        self._places = places
 
     def is_done(self) -> bool:
-        return bool(self._done.query())  # type: ignore[no-untyped-call]
+        return bool(self._events[1].query())  # type: ignore[no-untyped-call]
 
     def sums(self) -> list[int]:
-        self._done.synchronize()
-        return [total & MASK for total in self._sums.tolist()]
+        self._events[1].synchronize()
+        found = self._sums.tolist()
+        return [found[number] & MASK for number in self._numbers]
+
+    def seconds(self) -> float | None:
+        return float(self._events[0].elapsed_time(self._events[1])) / 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,21 +258,21 @@ class DeviceMover:
         """See `PageMemory`."""
         return torch.empty(len(piece.at), dtype=torch.uint8, pin_memory=True).numpy().data
 
-    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> list[int]:
+    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> _Copies:
         """See `PageMemory`. It copies at the speed of the bus, with the copy engine."""
-        regions: dict[_Region, torch.Tensor | None] = {}
+        packed: list[_Packed] = [piece.at for piece in pieces]
+        base = self._memory.data_ptr()
+        starts = [base + page.region.start + page.number * page.region.kind.padded for page in packed]
         with torch.cuda.device(self._device), torch.cuda.stream(self._out):
-            for region in dict.fromkeys(piece.at.region for piece in pieces):
+            regions = [*dict.fromkeys(page.region for page in packed)]
+            for region in regions:
                 self._out.wait_event(region.packed)
-                regions[region] = fetch(region.sums) if region.totals is None else None
-            first = self._memory.data_ptr()
-            starts = (first + at.region.start + at.number * at.region.kind.padded for at in (one.at for one in pieces))
+            first = dict(zip(regions, accumulate((len(region.sums) for region in regions), initial=0), strict=False))
+            began = self._event(timed=True)
             copy_payloads([*zip(places, starts, strict=True)], self._out, to_host=True)
-            self._event().synchronize()
-        for region, sums in regions.items():
-            if sums is not None:
-                region.totals = [total & MASK for total in sums.tolist()]
-        return [piece.at.region.totals[piece.at.number] for piece in pieces]
+            sums = fetch(torch.cat([region.sums for region in regions]))
+            numbers = [first[page.region] + page.number for page in packed]
+            return _Copies(sums, numbers, (began, self._event(timed=True)), places)
 
     def forget(self, pieces: Sequence[Piece]) -> None:
         """See `PageMemory`."""
@@ -279,14 +288,15 @@ class DeviceMover:
         is_steps = threading.get_ident() == self._thread
         stage = self._stages[-1 if is_steps else self._turns % (STAGES - 1)]
         with stage.lock, torch.cuda.device(self._device), torch.cuda.stream(stage.stream):
+            for event in dict.fromkeys(piece.at.began for piece in pieces):
+                stage.stream.wait_event(event)
+            began = self._event(timed=True)
             sums = fetch(self._unpack(stage, pieces, places))
-            return _Copies(sums, self._event(), places)
+            return _Copies(sums, range(len(pieces)), (began, self._event(timed=True)), places)
 
     def _unpack(self, stage: _Stage, pieces: Sequence[Piece], places: Sequence[Parts]) -> torch.Tensor:
         """Copy pages to the stage and unpack them, as many at once as it holds. Returns their sums int64 [P]."""
         targets: list[_Target] = [piece.at for piece in pieces]
-        for event in dict.fromkeys(target.began for target in targets):
-            stage.stream.wait_event(event)
         batches: list[list[int]] = []
         starts = []
         end = len(stage.memory) + 1
@@ -321,9 +331,9 @@ class DeviceMover:
             upload(words, torch.int64, self._device),
         )
 
-    def _event(self) -> torch.cuda.Event:
+    def _event(self, timed: bool = False) -> torch.cuda.Event:
         """An event behind what the current stream has been given."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

@@ -27,7 +27,7 @@ Parts = Sequence[memoryview]
 
 
 class Copies(Protocol):
-    """Copies of payloads that were loaded, on their way. Their places do not change before they are done."""
+    """Copies of payloads, on their way. Their places do not change before they are done."""
 
     def is_done(self) -> bool:
         """True if `sums` does not wait."""
@@ -35,6 +35,10 @@ class Copies(Protocol):
 
     def sums(self) -> list[int]:
         """Waits for the copies, and returns the sums of what was copied. It is called once."""
+        ...
+
+    def seconds(self) -> float | None:
+        """How long the copies took, once `sums` has returned; None: as long as `sums`."""
         ...
 
 
@@ -48,14 +52,14 @@ class PageMemory(Protocol):
     batch_bytes: int
     """The bytes of pages that are read or written at once, if that is more than one page."""
     is_prompt: bool
-    """True if `write` takes microseconds a page: the engine's thread may call it."""
+    """True if `read` and `write` take microseconds a page: the engine's thread may call them."""
 
     def buffer(self, piece: Piece) -> memoryview:
         """Memory for a page with its header, for a store that copies it."""
         ...
 
-    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> list[int]:
-        """Copies packed payloads to places, behind space for headers. Returns their sums. Waits for the copies."""
+    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
+        """Begins to copy packed payloads to places, behind space for headers."""
         ...
 
     def forget(self, pieces: Sequence[Piece]) -> None:
@@ -78,35 +82,38 @@ class HostPages:
         page: memoryview = piece.at
         return page
 
-    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> list[int]:
+    def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
         """See `PageMemory`."""
-        pages = [self.buffer(piece) for piece in pieces]
-        for page, parts in zip(pages, places, strict=True):
-            copy_page([page], parts)
-        return [payload_sum(page[HEADER_BYTES:]) for page in pages]
+        return _HostCopies([[self.buffer(piece)] for piece in pieces], places)
 
     def forget(self, pieces: Sequence[Piece]) -> None:
         """See `PageMemory`."""
 
     def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
         """See `PageMemory`."""
-        return _HostCopies([self.buffer(piece) for piece in pieces], places)
+        return _HostCopies(places, [[self.buffer(piece)] for piece in pieces])
 
 
 class _HostCopies:
     """Copies within the host's memory, which begin when somebody waits for them."""
 
-    def __init__(self, pages: Sequence[memoryview], places: Sequence[Parts]) -> None:
-        self._pages = pages
-        self._places = places
+    def __init__(self, sources: Sequence[Parts], targets: Sequence[Parts]) -> None:
+        self._sources = sources
+        self._targets = targets
 
     def is_done(self) -> bool:
         return False
 
     def sums(self) -> list[int]:
-        for page, parts in zip(self._pages, self._places, strict=True):
-            copy_page(parts, [page])
-        return [payload_sum(page[HEADER_BYTES:]) for page in self._pages]
+        found = []
+        for source, target in zip(self._sources, self._targets, strict=True):
+            copy_page(source, target)
+            whole = target if len(target) == 1 else source
+            found.append(payload_sum(whole[0][HEADER_BYTES:]))
+        return found
+
+    def seconds(self) -> float | None:
+        return None
 
 
 def copy_page(parts: Parts, to: Parts) -> None:

@@ -11,6 +11,7 @@ the methods of `Shelf`, none of which waits for a store that is not local.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -76,14 +77,27 @@ class _Arrival:
     batch: Sequence[tuple[int, Piece]]
     size: int
     began: float = 0.0
-    measured: int | None = None
-    """The bytes that have come since `began`, if not `size`; 0: it is not measured."""
     lent: list[Any] = field(default_factory=list)
     """Of a direct store, each piece's place, or None."""
     places: list[Parts | None] = field(default_factory=list)
     expected: dict[int, int] = field(default_factory=dict)
     """The sums in the headers that are right, by the number of the piece."""
     copies: Copies | None = None
+
+
+_Reserved = tuple[Shelved, DirectStore, Any]
+"""A place that is reserved in a store's memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Sealing:
+    """Packed pages that are copied to `places` on the host, by their numbers; some of these are reserved in stores."""
+
+    pieces: Mapping[int, Piece]
+    places: Sequence[Parts]
+    reserved: Mapping[int, _Reserved]
+    copies: Copies
+    began: float
 
 
 class Shelf:
@@ -219,6 +233,8 @@ class Shelf:
         load.counts = counts
         with self._lock:
             self._loads[number] = load
+        if all(self._is_prompt(one) for one in counts):
+            load.deadline = math.inf  # copies begin behind steps, and are seen when others end
         for one, wanted in batches.items():
             with one.lock:
                 one.reading_bytes += counts[one]
@@ -227,21 +243,12 @@ class Shelf:
                 wanted, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda entry: len(entry[1].at)
             )
             arrivals = [_Arrival(one, load, batch, sum(len(piece.at) for _, piece in batch)) for batch in cut]
-            if is_prompt:
-                self._lend_all(arrivals, counts[one])
-            else:
-                for arrival in arrivals:
+            for arrival in arrivals:
+                if is_prompt:  # the first are copied while the others are looked for
+                    self._lend(arrival, one.store)
+                    self._arrivals.append(arrival)
+                else:
                     one.reading.submit(lambda arrival=arrival: self._read(arrival))  # type: ignore[misc]
-
-    def _lend_all(self, arrivals: Sequence[_Arrival], size: int) -> None:
-        """Have `size` bytes of pages in this process's memory copied, the first while the others are looked for."""
-        began = self._clock()
-        for arrival in arrivals:
-            store: Any = arrival.one.store
-            self._lend(arrival, store)
-            arrival.began = began
-            arrival.measured = size if arrival is arrivals[-1] else 0  # a step may end later than some of them
-        self._arrivals += arrivals
 
     def _read(self, arrival: _Arrival) -> None:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
@@ -268,7 +275,11 @@ class Shelf:
             arrival.one.failed(error, arrival.began)
         self._copy(arrival)
 
-    def _lend(self, arrival: _Arrival, store: DirectStore) -> None:
+    def _is_prompt(self, one: Shelved) -> bool:
+        """True if the engine's thread itself has pages copied from a store."""
+        return self._memory.is_prompt and isinstance(one.store, DirectStore)
+
+    def _lend(self, arrival: _Arrival, store: Any) -> None:
         """Have pages in this process's memory copied to where they belong."""
         arrival.began = self._clock()
         names = [piece.name for _, piece in arrival.batch]
@@ -299,9 +310,10 @@ class Shelf:
         if arrival.places or arrival.began:
             came = self._sorted_out(arrival)
             now = self._clock()
-            if measured := arrival.size if arrival.measured is None else arrival.measured:
-                one.price.learn(measured, now - arrival.began, now)
-                one.count(read_seconds=now - arrival.began)
+            took = None if arrival.copies is None else arrival.copies.seconds()
+            took = now - arrival.began if took is None else took
+            one.price.learn(arrival.size, took, now)
+            one.count(read_seconds=took)
             good = (len(piece.at) for (_, piece), is_good in zip(arrival.batch, came, strict=True) if is_good)
             one.count(read_bytes=sum(good))
         with one.lock:
@@ -379,20 +391,29 @@ class Shelf:
 
     def save(self, pieces: Sequence[Piece]) -> None:
         """Put packed pages into each store that lacks them."""
-        size = sum(len(piece.at) for piece in pieces)
-        with self._lock:
-            self._sealing_bytes += size
-        self._sealing.submit(lambda: self._seal_all(pieces))
-
-    def _seal_all(self, pieces: Sequence[Piece]) -> None:
-        for batch in _cut(pieces, self._batch, lambda piece: len(piece.at)):
-            try:
-                self._seal([piece for piece in batch if any(self._lacks(one, piece) for one in self.stores)])
-            except Exception as error:  # the device may raise anything
-                logger.warning("pages of the KV cache are not saved: %s", error)
-            self._memory.forget(batch)
+        is_prompt = self._memory.is_prompt
+        for batch in _cut(pieces, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda one: len(one.at)):
             with self._lock:
-                self._sealing_bytes -= sum(len(piece.at) for piece in batch)
+                self._sealing_bytes += sum(len(piece.at) for piece in batch)
+            begun = self._begin(batch) if is_prompt else None
+            self._sealing.submit(lambda batch=batch, begun=begun: self._seal(batch, begun))  # type: ignore[misc]
+
+    def _seal(self, pieces: Sequence[Piece], begun: _Sealing | None) -> None:
+        """Have packed pages in the host's memory, with their headers, and in the stores."""
+        sealing = self._begin(pieces) if begun is None else begun
+        if sealing is not None:
+            try:
+                self._end(sealing, sealing.copies.sums())
+            except Exception as error:  # the device may raise anything
+                self._give_up(sealing.reserved, error)
+        self._memory.forget(pieces)
+        with self._lock:
+            self._sealing_bytes -= sum(len(piece.at) for piece in pieces)
+
+    def _give_up(self, reserved: Mapping[int, _Reserved], error: Exception) -> None:
+        logger.warning("pages of the KV cache are not saved: %s", error)
+        for _, store, place in reserved.values():
+            store.withdraw(place)
 
     def _lacks(self, one: Shelved, piece: Piece) -> bool:
         """True if a page should be put into a store."""
@@ -400,10 +421,11 @@ class Shelf:
         is_ours = piece.is_own or getattr(one.store, "is_private", False)
         return is_ours and one.breaker.is_on(now) and not one.has(piece.name, now)
 
-    def _seal(self, pieces: Sequence[Piece]) -> None:
-        """Copy packed pages to the host, with their headers: to the memory of a direct store, or to buffers."""
-        began = self._clock()
-        reserved: dict[int, tuple[Shelved, DirectStore, Any]] = {}
+    def _begin(self, pieces: Sequence[Piece]) -> _Sealing | None:
+        """Begin to copy packed pages that a store lacks: to the memory of a direct store, or to buffers."""
+        reserved: dict[int, _Reserved] = {}
+        others = [one for one in self.stores if not isinstance(one.store, DirectStore)]
+        wanted = {at for at, piece in enumerate(pieces) if any(self._lacks(one, piece) for one in others)}
         for one in self.stores:
             if isinstance(store := one.store, DirectStore):
                 for at, piece in enumerate(pieces):
@@ -413,29 +435,34 @@ class Shelf:
                             one.count(skipped_tokens=piece.tokens)
                         else:
                             reserved[at] = one, store, place
-        others = [one for one in self.stores if not isinstance(one.store, DirectStore)]
-        found = [
-            (at, piece)
-            for at, piece in enumerate(pieces)
-            if at in reserved or any(self._lacks(one, piece) for one in others)
-        ]
-        wanted = [piece for _, piece in found]
-        places = [reserved[at][2].parts if at in reserved else [self._memory.buffer(piece)] for at, piece in found]
+        chosen = sorted(wanted | reserved.keys())
+        if not chosen:
+            return None
         try:
-            sums = self._memory.read(wanted, places)
-        except BaseException:
-            for _, store, place in reserved.values():
-                store.withdraw(place)
-            raise
-        for piece, place, total in zip(wanted, places, sums, strict=True):
+            places = [reserved[at][2].parts if at in reserved else [self._memory.buffer(pieces[at])] for at in chosen]
+            copies = self._memory.read([pieces[at] for at in chosen], places)
+        except Exception as error:  # the device may raise anything
+            self._give_up(reserved, error)
+            return None
+        return _Sealing({at: pieces[at] for at in chosen}, places, reserved, copies, self._clock())
+
+    def _end(self, sealing: _Sealing, sums: Sequence[int]) -> None:
+        """Pages are in the host's memory: write their headers, publish them, and put them into the other stores."""
+        pieces, reserved = sealing.pieces, sealing.reserved
+        for piece, place, total in zip(pieces.values(), sealing.places, sums, strict=True):
             place[0][:HEADER_BYTES] = header(piece.name, len(piece.at) - HEADER_BYTES, total)
-        for one in others:
-            self._put(one, [*zip(wanted, places, strict=True)], bool(reserved))
-        took = self._clock() - began
+        for one in self.stores:
+            if not isinstance(one.store, DirectStore):
+                self._put(one, [*zip(pieces.values(), sealing.places, strict=True)], bool(reserved))
+        took = sealing.copies.seconds()
+        took = self._clock() - sealing.began if took is None else took
+        counts: defaultdict[Shelved, list[int]] = defaultdict(lambda: [0, 0])
         for at, (one, store, place) in reserved.items():
             store.publish(place)
-            size = len(pieces[at].at)
-            one.count(stored_tokens=pieces[at].tokens, written_bytes=size, written_seconds=took / len(reserved))
+            counts[one][0] += pieces[at].tokens
+            counts[one][1] += len(pieces[at].at)
+        for one, (tokens, size) in counts.items():
+            one.count(stored_tokens=tokens, written_bytes=size, written_seconds=took)
 
     def _put(self, one: Shelved, pages: Sequence[tuple[Piece, Parts]], is_lent: bool) -> None:
         """Queue pages for a store, as far as it lacks them and there is room; copies, if their memory is lent."""
