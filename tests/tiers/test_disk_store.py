@@ -112,6 +112,18 @@ def test_the_least_recently_used_pages_are_evicted(tmp_path: Path) -> None:
         assert all(get(store, [19, *range(100, 105)]))
 
 
+def test_a_page_that_was_used_after_it_was_listed_stays(tmp_path: Path) -> None:
+    with opened(tmp_path, str(20 * on_disk(PAGE))) as store:
+        put(store, range(20))
+        for number in range(20):
+            age(tmp_path, number, 1000 - number)
+        store.scan()
+        store._touched.clear()
+        assert get(store, [0]) == [True]
+        put(store, [100])
+        assert get(store, [0, 1]) == [True, False]
+
+
 def test_the_limit_is_that_of_all_identities(tmp_path: Path) -> None:
     limit = str(10 * on_disk(PAGE))
     with opened(tmp_path, limit) as store:
