@@ -10,7 +10,7 @@ import pytest
 from kvern import EngineConfig
 from kvern.cli.main import read_command
 from kvern.errors import ConfigError, ModelNotFound
-from kvern.residency.options import keep_alive_of, served_models
+from kvern.residency.options import keep_alive_of, one_or_several, served_models
 from kvern.residency.policy import Terms
 
 CPU = EngineConfig(device="cpu", threads=3)
@@ -80,7 +80,8 @@ def test_a_folder_of_models(tiny_model: Path, tmp_path: Path) -> None:
         (CPU, {"a": {"model": "kvern-1m", "keep_alive": "soon"}}, "models.a.keep_alive is 'soon': it must be seconds"),
         (CPU, {"a": "kvern-1m", "b": {"model": "kvern-1m", "aliases": ["a"]}}, "a names two models"),
         (EngineConfig(device="cpu", chat_template="x"), {"a": "kvern-1m"}, "chat_template is for one model"),
-        (EngineConfig(device="cuda"), {"a": "kvern-1m"}, "model a: several models in one server run on"),
+        (EngineConfig(device="cuda"), {"a": "kvern-1m", "b": "kvern-1m"}, "model a: several models in one server run"),
+        (CPU, {"a": "kvern-1m", "b": {"model": "kvern-1m", "device": "cuda"}}, "model b: several models in one server"),
     ],
 )
 def test_wrong_options_are_refused(engine: EngineConfig, models: dict[str, Any], reason: str) -> None:
@@ -88,6 +89,22 @@ def test_wrong_options_are_refused(engine: EngineConfig, models: dict[str, Any],
         served_models(engine, models, None)
     with pytest.raises(ModelNotFound, match="neither a file or folder"):
         served_models(CPU, {"a": "nothing"}, None)
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_several_models_do_not_run_on_a_cpu_unasked(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvern.residency.options.GPU_FILE", tmp_path if has_gpu else tmp_path / "none")
+    models = {"a": "kvern-1m", "b": "kvern-1m"}
+    if has_gpu:
+        with pytest.raises(ConfigError, match="device cpu"):
+            served_models(EngineConfig(), models, None)
+    else:
+        assert len(served_models(EngineConfig(), models, None)) == 2
+    assert len(served_models(CPU, models, None)) == 2
+    for device in ("auto", "cuda"):
+        assert one_or_several(EngineConfig(device=device), {"a": "kvern-1m"}, None)[1] == [], "one model alone"
 
 
 def test_a_folder_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from kvern.options.values import converted
 from kvern.plugins import imported
 from kvern.residency.policy import Footprint, Terms
 
+GPU_FILE = Path("/dev/nvidiactl")
+"""What a driver of NVIDIA makes where there is a GPU."""
 OF_ONE_MODEL = (
     "model",
     "revision",
@@ -91,7 +93,12 @@ def one_or_several(
 ) -> tuple[EngineConfig, list[ServedModel]]:
     """Returns what `served_models` finds; a single model that may always stay awake is an engine's options alone."""
     found = served_models(engine, models, folder)
-    return (found[0].engine, []) if len(found) == 1 and found[0].terms == Terms() else (engine, found)
+    return (found[0].engine, []) if is_alone(found) else (engine, found)
+
+
+def is_alone(models: Sequence[ServedModel]) -> bool:
+    """True for one model that may always stay awake."""
+    return len(models) == 1 and models[0].terms == Terms()
 
 
 def served_models(
@@ -119,10 +126,17 @@ def served_models(
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
     for one in found:
-        if one.engine.device == "cuda" or one.engine.executor == "ray":
+        device = one.engine.device
+        is_here = one.engine.executor != "ray" and (device == "cpu" or (device == "auto" and not has_gpu()))
+        if not is_here and not is_alone(found):
             raise ConfigError(f"model {one.name}: several models in one server run on this machine's CPU: device cpu")
         assert one.files is not None  # a model that is neither here nor on the hub is refused at once
     return found
+
+
+def has_gpu() -> bool:
+    """True if `device auto` may be an NVIDIA GPU. PyTorch, which knows, takes seconds to import."""
+    return GPU_FILE.exists()
 
 
 def in_folder(folder: Path, common: EngineConfig) -> list[ServedModel]:
