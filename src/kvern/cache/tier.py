@@ -44,7 +44,7 @@ LOOK_STEPS = 16
 """A request that waits, and for which there are no blocks or answers yet, is looked at again after so many steps."""
 NEVER = 1 << 62
 LEFT_OUT = -1
-"""In the place of a block of a page that is not loaded."""
+"""A number in the place of a block that is not loaded."""
 
 
 class _Page(NamedTuple):

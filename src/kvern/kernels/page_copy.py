@@ -29,7 +29,7 @@ _SECOND = tl.constexpr(SECOND)
 
 
 class Rows(NamedTuple):
-    """Where the rows of heads are: `segments` int64 [S, 5], one for each layer and what is stored in it.
+    """The places of the rows of heads: `segments` int64 [S, 5], one for each layer and what is stored in it.
 
     A segment has its address, and, in words, what lies between blocks, between tokens, between heads, and before it in
     the payload. `words` is the length of a row, `tokens` those of a block.

@@ -35,12 +35,12 @@ class Resident:
         self.made: EngineClient | None = None
         """Its client, made with its first request."""
         self.client: EngineClient | None = None
-        """The same, once it was awake and knows the model."""
+        """The client, once it was awake and knows the model."""
         self.figures = ModelFigures(model.name)
         self.trouble = ""
         """Why it could not be woken the last time."""
         self.waiting: set[asyncio.Future[None]] = set()
-        """Who waits until it is awake."""
+        """Requests that wait until it is awake."""
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from kvern.plugins import imported
 from kvern.residency.policy import Footprint, Terms
 
 GPU_FILE = Path("/dev/nvidiactl")
-"""What a driver of NVIDIA makes where there is a GPU."""
+"""A file that NVIDIA's driver makes where there is a GPU."""
 OF_ONE_MODEL = (
     "model",
     "revision",

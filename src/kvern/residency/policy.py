@@ -31,7 +31,7 @@ LONGEST_WAIT = 60.0
 
 @dataclass(frozen=True)
 class Terms:
-    """What the user says of a model."""
+    """The user's terms of a model."""
 
     weight: float = 1.0
     """The worth of a second that its clients wait, relative to other models."""
@@ -43,7 +43,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model takes in each state, and how long it takes to wake it; estimated first, then measured."""
+    """The bytes that a model takes in each state, and how long it takes to wake it; estimated first, then measured."""
 
     awake: int
     """Bytes."""

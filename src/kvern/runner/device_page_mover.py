@@ -83,7 +83,7 @@ class _Packed:
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """Where the page of one head is unpacked, once the steps before the load have ended."""
+    """The place of one head's page, which is unpacked once the steps before the load have ended."""
 
     kind: _Kind
     head: int
@@ -141,7 +141,7 @@ class _Table:
     starts: torch.Tensor
 
     def of(self, first: int, count: int, kind: _Kind) -> PageTable:
-        """Those of some pages of one kind."""
+        """The tables of some pages of one kind."""
         last = first + count
         blocks = self.blocks[self.offsets[first] : self.offsets[last]].view(count, kind.page_blocks)
         return PageTable(self.heads[first:last], blocks, self.starts[first:last])
@@ -374,7 +374,7 @@ class _Pins:
     def __init__(self, store: HostStore, device: torch.device) -> None:
         self._store: HostStore | None = store
         self._memory: HostStore | None = store
-        """The same, until nothing of it is pinned."""
+        """The same store, until nothing of it is pinned."""
         self._device = device
         self._pinned: list[int] = []
         self._lock = threading.Lock()

@@ -50,7 +50,7 @@ class HeadGroup:
 
     @property
     def part(self) -> Part:
-        """What its pages are parts of."""
+        """The part of a page that its pages are."""
         others = {0: Part.BLOCKS, STATES: Part.STATE, DRAFTS: Part.DRAFT}
         return others.get(self.table, Part.WINDOWS)
 
@@ -62,7 +62,7 @@ class PageMover(PageMemory, Protocol):
     room: int
     """The bytes of pages that may be packed at once and wait for the shelf."""
     sums: str
-    """How it sums payloads: a part of the pages' identity."""
+    """The name of the sum of payloads: a part of the pages' identity."""
     cell: int | None
     """The bytes of the cells from which it copies best, for `HostStore`; None: any."""
 

@@ -30,7 +30,7 @@ def blocks_of(group: HeadGroup, page: PageSave | PageLoad) -> Sequence[int]:
 
 
 def parts_of(save: PageSave) -> list[Part]:
-    """What is saved of a page."""
+    """The parts of a page that are saved."""
     is_saved = {
         Part.BLOCKS: bool(save.tables[0]),
         Part.WINDOWS: any(save.tables[1:]),

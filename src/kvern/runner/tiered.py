@@ -11,7 +11,7 @@ from kvern.runner.cached_model import EmbeddingSource
 from kvern.runner.tier import Tier
 
 NOT_ENDED = -1
-"""In the place of the count of a load that is on its way."""
+"""A number in the place of the count of a load that is on its way."""
 
 
 class TieredSteps:

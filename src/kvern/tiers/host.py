@@ -86,7 +86,7 @@ class HostStore:
         """1 for a cell that has a part of a page."""
         self._usable = 0
         self._limit = cells
-        """How many cells, the first ones, may be used now, and at last."""
+        """The numbers of cells, the first ones, that may be used now and at last."""
         head = _HEAD.pack(_MAGIC, cell, cells, size)
         if self._memory[: _HEAD.size] == head:
             self._scan()

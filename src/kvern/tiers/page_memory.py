@@ -1,4 +1,4 @@
-"""What the shelf copies pages from and to: the memory that keeps the KV cache, seen from the threads of the shelf."""
+"""The memory that the shelf copies pages from and to: it keeps the KV cache, seen from the threads of the shelf."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -38,7 +38,7 @@ class Copies(Protocol):
         ...
 
     def seconds(self) -> float | None:
-        """How long the copies took, once `sums` has returned; None: as long as `sums`."""
+        """The seconds that the copies took, once `sums` has returned; None: as long as `sums`."""
         ...
 
 

@@ -78,7 +78,7 @@ class _Arrival:
     size: int
     began: float = 0.0
     lent: list[Any] = field(default_factory=list)
-    """Of a direct store, each piece's place, or None."""
+    """Each piece's place in a direct store, or None."""
     places: list[Parts | None] = field(default_factory=list)
     expected: dict[int, int] = field(default_factory=dict)
     """The sums in the headers that are right, by the number of the piece."""
@@ -121,7 +121,7 @@ class Shelf:
         self._sealing_bytes = 0
         self._loads: dict[int, _Load] = {}
         self._arrivals: deque[_Arrival] = deque()
-        """What the engine's thread has begun to copy itself."""
+        """Pieces that the engine's thread has begun to copy itself."""
         self._lock = threading.Lock()
         self._questions: dict[int, tuple[set[Shelved], float]] = {}
         self._numbers = 0
@@ -326,7 +326,7 @@ class Shelf:
                     load.failed = min(load.failed, place)
 
     def _sorted_out(self, arrival: _Arrival) -> list[bool]:
-        """Which pages have come whole and right; those of a lower store are put into the others."""
+        """Returns which pages have come whole and right; those of a lower store are put into the others."""
         one, store = arrival.one, arrival.one.store
         pieces = [piece for _, piece in arrival.batch]
         places = [*arrival.places, *[None] * (len(pieces) - len(arrival.places))]

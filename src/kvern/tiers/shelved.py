@@ -92,7 +92,7 @@ class Shelved:
         self._warnings = RareWarnings(name)
         self.figures = StoreFigures()
         self.known = Names(MOST_KNOWN)
-        """What a distant store has, as far as it was asked or given."""
+        """Names of what a distant store has, as far as it was asked or given."""
         self.spoiled = Names(MOST_KNOWN)
         """Pages that were not right; the store is not asked for them again."""
         self.reading, self.writing = Lane(f"{name}-get", READERS), Lane(f"{name}-put", WRITERS)
