@@ -115,6 +115,34 @@ def test_one_that_cannot_be_woken_is_tried_less_and_less_often() -> None:
     awake(residency, "a", 2.5)
 
 
+def test_one_that_can_never_be_woken_is_tried_every_minute() -> None:
+    residency = residency_of(4, a=Terms(pin=True))
+    now = 0.0
+    for _ in range(1100):
+        assert moves(residency, now) == [("a", "awake")]
+        residency.failed("a", now)
+        now += residency.barred("a", now)
+    assert residency.barred("a", now - 60.0) == 60.0
+
+
+def test_a_fault_in_a_decision_leaves_no_model_that_nobody_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency = residency_of(4, a=Terms(keep_alive=10.0), b=Terms())
+    residency.add("big", Terms(), Footprint(4, 1.0), 0.0)
+    awake(residency, "a", 0.0)
+    awake(residency, "b", 5.0)
+    residency.asked("big", 20.0)
+
+    def broken(name: str, now: float) -> float:
+        raise OverflowError(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(residency, "visits", broken)
+        with pytest.raises(OverflowError):
+            residency.decide(20.0)
+    assert {residency.moving(name) for name in residency.states} == {None}
+    assert moves(residency, 20.0) == [("a", "cold"), ("b", "cold")]
+
+
 def test_one_that_never_fits_is_refused_with_the_numbers() -> None:
     residency = Residency(3_000_000_000)
     residency.add("pinned", Terms(pin=True), Footprint(1_000_000_000, 1.0), 0.0)

@@ -27,6 +27,8 @@ FREQUENT = 3.0
 """Visits, as they have faded, from which on a model is woken before it is asked, if there is memory for it."""
 LONGEST_WAIT = 60.0
 """The most seconds between attempts to wake a model that cannot be woken."""
+MOST_DOUBLINGS = 6
+"""The failures after which this time grows no more."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,20 @@ class Residency:
         model = self._models[name]
         model.state, model.target = "cold", None
         model.wanted_at = None
-        model.barred_until = now + min(LONGEST_WAIT, 2.0**model.failures)
+        model.barred_until = now + min(LONGEST_WAIT, 2.0 ** min(model.failures, MOST_DOUBLINGS))
         model.failures += 1
 
     def decide(self, now: float) -> Decision:
-        """Returns the moves to begin now, and notes that they have begun."""
+        """Returns the moves to begin now, and notes that they have begun; if it raises, none has."""
         decision = Decision()
+        try:
+            return self._decided(decision, now)
+        except BaseException:
+            for move in decision.moves:
+                self._models[move.name].target = None
+            raise
+
+    def _decided(self, decision: Decision, now: float) -> Decision:
         self._return_excess(decision, now)
         self._expire(decision, now)
         for model in sorted(self._models.values(), key=lambda one: (one.wanted_at is None, one.wanted_at)):

@@ -25,6 +25,8 @@ from kvern.tiers.arena import HOST, OwnedArena
 logger = logging.getLogger("kvern")
 
 LONGEST_WAIT = 60.0
+MOST_DOUBLINGS = 6
+"""The deaths after which the wait grows no more."""
 LOOK_SECONDS = 0.5
 """The interval at which those that wait for an engine check whether to go on waiting."""
 PATIENCE = 2
@@ -211,7 +213,7 @@ class Supervisor:
         """Nothing explains what happened: wait, the longer the oftener."""
         self._trouble = trouble
         self._fruitless += 1
-        wait = min(LONGEST_WAIT, 2.0 ** (self._fruitless - 2)) if self._fruitless > 1 else 0.0
+        wait = min(LONGEST_WAIT, 2.0 ** min(self._fruitless - 2, MOST_DOUBLINGS)) if self._fruitless > 1 else 0.0
         self._next_launch = time.monotonic() + wait
         logger.warning("%s; another engine is started in %g s", trouble, wait)
 
