@@ -200,20 +200,25 @@ class Keeper:
                 if needed.awake > self.residency.footprint(resident.name).awake:  # it was downloaded just now
                     self.residency.postponed(resident.name, needed)
                     return
+                began = time.monotonic()  # what a download took says nothing of later wakes
             await self._start(client, again=resident.client is not None)
+            seconds = time.monotonic() - began
+            held = await asyncio.to_thread(memory_of, client)
+            if resident.client is None:
+                self.known(client)
         except Exception as error:
             if not isinstance(error, KvernError):
                 logger.exception("model %s cannot be woken", resident.name)
-            self.residency.failed(resident.name, time.monotonic())
-            self._fail(resident, str(error) if isinstance(error, KvernError) else in_a_line(error))
+            try:
+                if resident.made is not None:
+                    await resident.made.rest()
+            finally:
+                self.residency.failed(resident.name, time.monotonic())
+                self._fail(resident, str(error) if isinstance(error, KvernError) else in_a_line(error))
             return
-        seconds = time.monotonic() - began
-        held = await asyncio.to_thread(memory_of, client)
+        resident.client = client
         self.residency.moved(resident.name, time.monotonic(), Footprint(held, seconds))
         resident.figures.woke(seconds, held)
-        if resident.client is None:
-            resident.client = client
-            self.known(client)
         for waiter in resident.waiting:
             if not waiter.done():
                 waiter.set_result(None)

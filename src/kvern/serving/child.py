@@ -123,7 +123,8 @@ def _members(group: int) -> Iterator[Path]:
     """Yields the folders in /proc of the processes of a group."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+            said = (folder / "stat").read_text(errors="replace")  # a name may be cut within a character
+            if int(said.rpartition(")")[2].split()[2]) == group:
                 yield folder
 
 

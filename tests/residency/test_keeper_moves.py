@@ -1,0 +1,118 @@
+"""The keeper's moves with clients that start and rest as told: faults and orders that come in the middle of a move."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvern import EngineConfig
+from kvern.errors import EngineUnavailable
+from kvern.residency.keeper import Keeper, Resident
+from kvern.residency.options import ServedModel
+from kvern.residency.policy import Terms
+from kvern.serving.child import EngineChild, EngineProcess
+
+PLAIN = Terms()
+STEPS = 200
+"""Turns of the event loop in which everything that can go on has."""
+
+
+class Engines(list[object]):
+    """The engines of a client: none."""
+
+    resting = False
+    wake: Callable[[], Awaitable[None]] | None = None
+
+    def fail(self, error: EngineUnavailable) -> None:
+        """Ends all requests: there are none."""
+
+
+class Names:
+    """No adapters."""
+
+    def __init__(self) -> None:
+        self.names = self
+
+    def all(self) -> list[object]:
+        return []
+
+
+class Client:
+    """A client whose engines start when `may_start` is set."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.names, self.folder = config.model_names, Path()
+        self.replicas, self.adapters = Engines(), Names()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.rests = 0
+
+    async def start(self, process: EngineProcess | None = None) -> None:
+        await self.may_start.wait()
+        self.replicas.resting = False
+
+    async def rest(self) -> None:
+        self.rests += 1
+        self.replicas.resting = True
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _clients_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.residency.keeper.EngineClient", Client)
+    monkeypatch.setattr("kvern.residency.keeper.EngineChild", lambda: None)
+    monkeypatch.setattr("kvern.residency.keeper.LOOK_SECONDS", 0.0)
+
+
+def keeper_of(*names: str, terms: Terms = PLAIN) -> Keeper:
+    engines = (EngineConfig("kvern-1m", served_model_name=(name,), device="cpu") for name in names)
+    return Keeper([ServedModel(engine, terms) for engine in engines], 1 << 40, None)
+
+
+def client_of(resident: Resident) -> Client:
+    made: object = resident.made
+    assert isinstance(made, Client)
+    return made
+
+
+async def settle() -> None:
+    for _ in range(STEPS):
+        await asyncio.sleep(0)
+
+
+def test_a_fault_after_the_start_of_engines_is_a_wake_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(client: object) -> int:
+        raise UnicodeDecodeError("utf-8", b"\xc3", 0, 1, "unexpected end of data")
+
+    monkeypatch.setattr("kvern.residency.keeper.memory_of", unreadable)
+
+    async def run() -> None:
+        async with keeper_of("one") as keeper:
+            [one] = keeper.residents
+            with pytest.raises(EngineUnavailable, match="unexpected end of data"):
+                await asyncio.wait_for(keeper.meet(one), 10)
+            assert keeper.state(one) == "cold" and keeper.residency.moving("one") is None
+            assert client_of(one).rests == 1
+
+    asyncio.run(run())
+
+
+def test_memory_is_read_beside_a_process_whose_name_is_cut_within_a_character() -> None:
+    """Linux cuts the name of a process after 15 bytes, wherever a character ends."""
+    rename = "open('/proc/self/comm', 'wb').write('kvern-ééééé'.encode()); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-IS", "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        assert b"\xc3)" in Path(f"/proc/{other.pid}/stat").read_bytes()
+        child = EngineChild()
+        try:
+            assert child.memory() > 0
+        finally:
+            child.kill()
+            child.forget()
