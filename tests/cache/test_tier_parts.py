@@ -114,3 +114,19 @@ def test_short_turns_of_a_conversation_leave_states(monkeypatch: pytest.MonkeyPa
         talk = [*request.token_ids, *[turn % 3] * 5]
     found.cache.tree.clear()
     assert hit(found, talk) >= len(talk) - 24
+
+
+def test_a_state_that_is_still_to_be_copied_is_not_loaded_over() -> None:
+    """A copy that a step has not made yet would write over what was loaded, or take it for a prompt's state."""
+    found = SimulatedEngine(engine(windowed=None, states=6))
+    hit(found)
+    states = found.cache.extension(StatePool)
+    assert states is not None and states.kept and states._free
+    states._copies = [(states._free[-1], states._free[0])]
+    first = states.reserve()
+    assert first not in states._copies[0]
+    kept = states._kept[states.kept[0]].index
+    states._copies += [(index, index) for index in states._free]
+    assert states.reserve() == kept, "the node used longest ago gives its state"
+    states._copies += [(entry.index, entry.index) for entry in states._kept.values()]
+    assert not states.has_spare()

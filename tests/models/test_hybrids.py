@@ -260,11 +260,16 @@ def test_what_states_do_not_go_with_yet_is_refused_by_name(folder: Path) -> None
     spec, gpu = spec_from_config(read_config(folder)), torch.device("cuda")
     refused: list[tuple[dict[str, Any], str]] = [
         ({"deterministic": True}, "deterministic .*last bits"),
+        (
+            {"kv_tier": ("host:1MB",), "proposer": "ngram", "pipeline_parallel_size": 2},
+            "kv_tier host:1MB with speculation and pipeline stages .*leave kv_tier or speculation out",
+        ),
     ]
     for options, reason in refused:
         with pytest.raises(ConfigError, match=reason):
             check_states(EngineConfig(model="model", **options), spec)
     check_states(EngineConfig(model="model", max_adapters=1), spec)
+    check_states(EngineConfig(model="model", kv_tier=("host:1MB",), pipeline_parallel_size=2), spec)
     with pytest.raises(ConfigError, match="their kernels do not work on this GPU"):
         check_state_kernels(spec, frozenset({"batch", "sampling"}), gpu)
 

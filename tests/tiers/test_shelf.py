@@ -225,6 +225,59 @@ def test_memory_of_this_process_is_copied_from_at_once() -> None:
     shelf.close()
 
 
+def test_a_page_of_which_a_piece_is_missing_is_saved_again() -> None:
+    store = MemoryStore()
+    shelf, _ = shelf_of(store)
+    keep(store, 1)
+    shelf.load(1, [pieces(1, 2)])
+    eventually(lambda: shelf.ended() == [(1, 0)])
+    assert shelf.wants([name_of(1)]), "nobody would ever write the other piece"
+    fill(shelf, 1, 2)
+    shelf.load(2, [pieces(1, 2)])
+    eventually(lambda: shelf.ended() == [(2, 1)])
+
+
+def test_a_store_that_has_answered_is_not_late() -> None:
+    near, far = MemoryStore(), MemoryStore()
+    shelf, clock = shelf_of(near, far)
+    keep(far, 1)
+    keep(near, 2)
+    far.waits = {"get"}
+    for number in range(3):
+        shelf.load(number, [[piece] for piece in pieces(1, 2)])
+        eventually(lambda number=number: near.calls.count("get") == number + 1)  # type: ignore[misc]
+        eventually(lambda: not shelf.stores[0].reading_bytes)
+        clock.now += 1.0
+        assert shelf.ended() == [(number, 0)]
+    found = shelf.figures()
+    assert found["store-0"].is_on and not found["store-0"].failures and not found["store-0"].late_tokens
+    assert not found["store-1"].is_on
+    far.go.set()
+
+
+def test_what_a_device_has_not_copied_yet_is_not_late() -> None:
+    """Copies wait for the steps before them, and the price is that of the store and of its copies."""
+    store, memory, clock = MemoryStore(), PromptPages(), Clock()
+    shelf = Shelf({"far": store}, clock, memory)
+    keep(store, 1, 2)
+    price = shelf.seconds([(name_of(1), 1000)])
+    store.waits = {"get"}
+    shelf.load(1, [[piece] for piece in pieces(1, 2)])
+    eventually(lambda: "get" in store.calls)
+    clock.now += 0.3
+    store.go.set()
+    eventually(lambda: not shelf._loads[1].unanswered)
+    clock.now += 60.0
+    assert shelf.ended() == []
+    memory.is_done = True
+    eventually(lambda: shelf.ended() == [(1, 2)])
+    found = shelf.figures()["far"]
+    assert (found.hit_tokens, found.late_tokens, found.failures) == (128, 0, 0)
+    assert found.read_seconds == pytest.approx(0.301), "the store's time, and the copies'"
+    assert shelf.seconds([(name_of(1), 1000)]) > price
+    shelf.close()
+
+
 def test_pages_from_below_are_kept_above() -> None:
     near, far = MemoryStore(), MemoryStore()
     shelf, _ = shelf_of(near, far)

@@ -93,11 +93,29 @@ class StatePool(CacheExtension):
         kept = self._kept.get(node)
         return NO_STATE if kept is None or not kept.is_copy else kept.index
 
+    def has_spare(self) -> bool:
+        """True if a state can be reserved: no copy that is still to be made reads or writes it."""
+        return self._spare() is not None
+
     def reserve(self) -> int:
-        """A state to be loaded, of those for which there is room."""
-        index = self._acquire()
+        """A state to be loaded, of which there is a spare one."""
+        found = self._spare()
+        assert found is not None
+        if isinstance(found, Node):
+            index = self._kept.pop(found).index
+        else:
+            index = found
+            self._free.remove(index)
         self._reserved.add(index)
         return index
+
+    def _spare(self) -> int | Node | None:
+        """A free state, or the node used longest ago that has one; what the next step copies stays as it is."""
+        copied = {index for pair in self._copies for index in pair}
+        free = next((index for index in reversed(self._free) if index not in copied), None)
+        if free is not None:
+            return free
+        return next((node for node, kept in self._kept.items() if kept.index not in copied), None)
 
     def settle(self, index: int, node: Node | None, step: int) -> None:
         """A reserved state was loaded, with a load of this step, and is that of a node; None: it was not loaded."""

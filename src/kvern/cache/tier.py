@@ -347,7 +347,7 @@ class TierTraffic(CacheExtension):
         pages = self._find(prompt, following if first is None else chain([first], following))
         if not pages or not self._fits(prompt, pages[-1].end * self._block_size, reserve):
             return None
-        if self._states is not None and not self._states.has_room():
+        if self._states is not None and not self._states.has_spare():
             return None
         return prompt, pages
 
@@ -509,7 +509,8 @@ class TierTraffic(CacheExtension):
         while len(load.path) < page.end:
             place = len(load.path) - load.known
             parent = load.path[-1] if load.path else None
-            node = self._tree.insert(load.namespace, parent, load.contents[place], load.blocks[place], load.step)
+            step = load.step if parent is None else max(load.step, parent.step)  # nodes are not older than parents
+            node = self._tree.insert(load.namespace, parent, load.contents[place], load.blocks[place], step)
             self._tree.acquire([node])
             load.path.append(node)
         for index in page.windows:

@@ -42,6 +42,11 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
             config.deterministic,
             "a state's last bits depend on how a prompt is cut into steps: leave deterministic off",
         ),
+        f"kv_tier {config.shown_kv_tier} with speculation and pipeline stages": (
+            bool(config.kv_tier) and config.has_drafts and config.pipeline_parallel_size > 1,
+            "a stage writes the states of drafts steps later, when another request's may have been loaded there: "
+            "leave kv_tier or speculation out",
+        ),
     }
     refuse(refused, f"{spec.model_type}, whose layers keep states")
 

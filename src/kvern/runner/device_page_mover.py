@@ -228,11 +228,22 @@ class DeviceMover:
 
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Packed]]:
         """See `PageMover`."""
-        kind, heads = self._kinds[id(group)], len(group.kinds)
-        count = len(tables) * heads
-        start = self._ring.take(count * kind.padded) if tables else None
+        kind = self._kinds[id(group)]
+        start = self._ring.take(len(tables) * len(group.kinds) * kind.padded) if tables else None
         if start is None:
             return []
+        try:
+            return self._packed(kind, tables, start)
+        except Exception as error:  # the device may be out of memory
+            logger.warning("pages of the KV cache are not saved: %s", error)
+            torch.cuda.current_stream(self._device).synchronize()
+            self._ring.give_back(start)
+            return []
+
+    def _packed(self, kind: _Kind, tables: Sequence[Sequence[int]], start: int) -> list[Sequence[_Packed]]:
+        """Pack pages to a region of the ring."""
+        heads = len(kind.group.kinds)
+        count = len(tables) * heads
         starts = [start + place * kind.padded for place in range(count)]
         sums = torch.zeros(count, dtype=torch.int64, device=self._device)
         blocks = [table for table in tables for _ in range(heads)]
@@ -269,8 +280,12 @@ class DeviceMover:
                 self._out.wait_event(region.packed)
             first = dict(zip(regions, accumulate((len(region.sums) for region in regions), initial=0), strict=False))
             began = self._event(timed=True)
-            copy_payloads([*zip(places, starts, strict=True)], self._out, to_host=True)
-            sums = fetch(torch.cat([region.sums for region in regions]))
+            try:
+                copy_payloads([*zip(places, starts, strict=True)], self._out, to_host=True)
+                sums = fetch(torch.cat([region.sums for region in regions]))
+            except BaseException:
+                self._out.synchronize()  # the places may be used again now
+                raise
             numbers = [first[page.region] + page.number for page in packed]
             return _Copies(sums, numbers, (began, self._event(timed=True)), places)
 
@@ -291,7 +306,11 @@ class DeviceMover:
             for event in dict.fromkeys(piece.at.began for piece in pieces):
                 stage.stream.wait_event(event)
             began = self._event(timed=True)
-            sums = fetch(self._unpack(stage, pieces, places))
+            try:
+                sums = fetch(self._unpack(stage, pieces, places))
+            except BaseException:
+                stage.stream.synchronize()  # the places, and the blocks, may be used again now
+                raise
             return _Copies(sums, range(len(pieces)), (began, self._event(timed=True)), places)
 
     def _unpack(self, stage: _Stage, pieces: Sequence[Piece], places: Sequence[Parts]) -> torch.Tensor:

@@ -11,12 +11,12 @@ the methods of `Shelf`, none of which waits for a store that is not local.
 """
 
 import logging
-import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -50,7 +50,9 @@ class _Load:
     missing: list[int]
     deadline: float
     counts: dict[Shelved, int] = field(default_factory=dict)
-    """The bytes that are asked of each store."""
+    """The bytes that each store has not answered for."""
+    unanswered: int = 0
+    """The calls of stores that have not returned: a load waits for the device's copies, but not for a store."""
     failed: int = 0
     """The first page that will not come, or the number of pages."""
     has_ended: bool = False
@@ -80,6 +82,10 @@ class _Arrival:
     lent: list[Any] = field(default_factory=list)
     """Each piece's place in a direct store, or None."""
     places: list[Parts | None] = field(default_factory=list)
+    got: float = 0.0
+    """When the store had answered, and copies could begin."""
+    copied: float | None = None
+    """The seconds of these, if the device has measured them."""
     expected: dict[int, int] = field(default_factory=dict)
     """The sums in the headers that are right, by the number of the piece."""
     copies: Copies | None = None
@@ -233,22 +239,22 @@ class Shelf:
         load.counts = counts
         with self._lock:
             self._loads[number] = load
-        if all(self._is_prompt(one) for one in counts):
-            load.deadline = math.inf  # copies begin behind steps, and are seen when others end
-        for one, wanted in batches.items():
+        for one, count in counts.items():
             with one.lock:
-                one.reading_bytes += counts[one]
-            is_prompt = self._memory.is_prompt and isinstance(one.store, DirectStore)
-            cut = _cut(
-                wanted, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda entry: len(entry[1].at)
-            )
-            arrivals = [_Arrival(one, load, batch, sum(len(piece.at) for _, piece in batch)) for batch in cut]
-            for arrival in arrivals:
-                if is_prompt:  # the first are copied while the others are looked for
+                one.reading_bytes += count
+        cut = {
+            one: _cut(entries, PROMPT_BATCHES * self._batch if self._is_prompt(one) else self._batch, _size_of_entry)
+            for one, entries in batches.items()
+        }
+        load.unanswered = sum(len(found) for one, found in cut.items() if not self._is_prompt(one))
+        for one, found in cut.items():
+            for batch in found:
+                arrival = _Arrival(one, load, batch, sum(map(_size_of_entry, batch)))
+                if self._is_prompt(one):  # the first are copied while the others are looked for
                     self._lend(arrival, one.store)
                     self._arrivals.append(arrival)
                 else:
-                    one.reading.submit(lambda arrival=arrival: self._read(arrival))  # type: ignore[misc]
+                    one.reading.submit(partial(self._read, arrival))
 
     def _read(self, arrival: _Arrival) -> None:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
@@ -259,7 +265,17 @@ class Shelf:
             self._lend(arrival, store)
         else:
             self._get(arrival, store)
-        self._arrived(arrival)
+        if self._memory.is_prompt:  # the engine's thread sees when the copies are done: they wait for its steps
+            self._answered(arrival)
+            self._arrivals.append(arrival)
+        else:
+            self._arrived(arrival)
+            self._answered(arrival)
+
+    def _answered(self, arrival: _Arrival) -> None:
+        """A store has done what it was asked for a load, which is not late any more if all have."""
+        with self._lock:
+            arrival.load.unanswered -= 1
 
     def _get(self, arrival: _Arrival, store: Store) -> None:
         arrival.began = self._clock()
@@ -289,6 +305,7 @@ class Shelf:
 
     def _copy(self, arrival: _Arrival) -> None:
         """Begin to copy the pages whose headers are right."""
+        arrival.got = self._clock()
         pieces = [piece for _, piece in arrival.batch]
         for at, (piece, place) in enumerate(zip(pieces, arrival.places, strict=False)):
             total = None if place is None else sum_of(place[0], piece.name, len(piece.at) - HEADER_BYTES)
@@ -310,15 +327,15 @@ class Shelf:
         if arrival.places or arrival.began:
             came = self._sorted_out(arrival)
             now = self._clock()
-            took = None if arrival.copies is None else arrival.copies.seconds()
-            took = now - arrival.began if took is None else took
-            one.price.learn(arrival.size, took, now)
-            one.count(read_seconds=took)
-            good = (len(piece.at) for (_, piece), is_good in zip(arrival.batch, came, strict=True) if is_good)
-            one.count(read_bytes=sum(good))
+            took = now - arrival.began if arrival.copied is None else arrival.got - arrival.began + arrival.copied
+            size = sum(len(piece.at) for (_, piece), is_good in zip(arrival.batch, came, strict=True) if is_good)
+            if size:
+                one.price.learn(size, took, now)
+            one.count(read_seconds=took, read_bytes=size)
         with one.lock:
             one.reading_bytes -= arrival.size
         with self._lock:
+            load.counts[one] -= arrival.size
             for (place, _), is_good in zip(arrival.batch, came, strict=True):
                 if is_good:
                     load.missing[place] -= 1
@@ -335,6 +352,7 @@ class Shelf:
             if arrival.copies is not None:
                 for (at, total), found in zip(arrival.expected.items(), arrival.copies.sums(), strict=True):
                     right[at] = total == found
+                arrival.copied = arrival.copies.seconds()
         except Exception as error:  # the device may raise anything
             logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
         lower = self.stores[: self.stores.index(one)]
@@ -349,19 +367,37 @@ class Shelf:
                 (one.known.discard if parts is None else one.known.add)(piece.name)
             if is_right is False and parts is not None:
                 one.spoil(piece.name, self._clock())
+        if arrival.places and not arrival.load.has_ended:
+            self._forget_parts(arrival, places)
         hits = sum(piece.tokens for piece, is_right in zip(pieces, right, strict=True) if is_right)
         one.count(hit_tokens=hits, missed_tokens=sum(piece.tokens for piece in pieces) - hits)
         return [bool(is_right) for is_right in right]
 
-    def ended(self) -> list[tuple[int, int]]:
-        """The loads that have ended since the last call: (number, how many of its leading pages have come)."""
+    def _end_arrivals(self) -> None:
+        """Check what the engine's thread has had copied, as far as the copies are done."""
         while self._arrivals and (self._arrivals[0].copies is None or self._arrivals[0].copies.is_done()):
             self._arrived(self._arrivals.popleft())
+
+    def _forget_parts(self, arrival: _Arrival, places: Sequence[Parts | None]) -> None:
+        """Let pages of which a store lacks pieces be saved again: it forgets the piece by which they are found."""
+        one = arrival.one
+        lacking = {place for (place, _), parts in zip(arrival.batch, places, strict=True) if parts is None}
+        for place in lacking:
+            first = arrival.load.pages[place][0].name
+            one.known.discard(first)
+            try:
+                one.store.drop([first])
+            except Exception as error:  # a store may raise anything
+                one.failed(error, self._clock())
+
+    def ended(self) -> list[tuple[int, int]]:
+        """The loads that have ended since the last call: (number, how many of its leading pages have come)."""
+        self._end_arrivals()
         now, found = self._clock(), []
         with self._lock:
             for number, load in [*self._loads.items()]:
                 came = load.came
-                is_late = now >= load.deadline
+                is_late = now >= load.deadline and load.unanswered > 0
                 if came < load.failed and not is_late:
                     continue
                 load.end()
@@ -375,6 +411,8 @@ class Shelf:
         """A load has missed its deadline: the price rises, and a store of which nothing came has failed."""
         tokens = sum(piece.tokens for pieces in load.pages[came : load.failed] for piece in pieces)
         for one, count in load.counts.items():
+            if not count:  # it has answered
+                continue
             one.price.learn(count, 2 * one.price.seconds(count, 0, now), now)
             one.count(late_tokens=tokens)
             if not came:
@@ -391,16 +429,20 @@ class Shelf:
 
     def save(self, pieces: Sequence[Piece]) -> None:
         """Put packed pages into each store that lacks them."""
+        self._end_arrivals()
         is_prompt = self._memory.is_prompt
         for batch in _cut(pieces, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda one: len(one.at)):
             with self._lock:
                 self._sealing_bytes += sum(len(piece.at) for piece in batch)
-            begun = self._begin(batch) if is_prompt else None
-            self._sealing.submit(lambda batch=batch, begun=begun: self._seal(batch, begun))  # type: ignore[misc]
+            begun = [self._begin(batch)] if is_prompt else []
+            self._sealing.submit(partial(self._seal, batch, begun))
 
-    def _seal(self, pieces: Sequence[Piece], begun: _Sealing | None) -> None:
-        """Have packed pages in the host's memory, with their headers, and in the stores."""
-        sealing = self._begin(pieces) if begun is None else begun
+    def _seal(self, pieces: Sequence[Piece], begun: Sequence[_Sealing | None]) -> None:
+        """Have packed pages in the host's memory, with their headers, and in the stores.
+
+        `begun`: the one thing that the engine's thread has begun for that, if it did.
+        """
+        [sealing] = begun or [self._begin(pieces)]
         if sealing is not None:
             try:
                 self._end(sealing, sealing.copies.sums())
@@ -529,17 +571,19 @@ class Shelf:
         The main thread, which may be about to end the process, waits a while for those that a device may hold: the
         interpreter must not end within a call of CUDA.
         """
-        self._sealing.submit(self._close)
-        self._sealing.close()
+        self._sealing.end_with(self._close)
         if self._memory.is_prompt and threading.current_thread() is threading.main_thread():
             for lane in (self._sealing, *(one.reading for one in self.stores)):
                 lane.join(ENDING_SECONDS)
 
     def _close(self) -> None:
         for one in self.stores:
-            one.reading.close()
-            one.writing.submit(one.close)
-            one.writing.close()
+            one.reading.end_with(None)
+            one.writing.end_with(one.close)
+
+
+def _size_of_entry(entry: tuple[int, Piece]) -> int:
+    return len(entry[1].at)
 
 
 def _cut(entries: Sequence[Entry], most: int, size_of: Callable[[Entry], int]) -> list[list[Entry]]:

@@ -66,8 +66,15 @@ class Lane:
                 thread.start()
         self._calls.put(call)
 
-    def close(self) -> None:
-        """Ends the threads when they have done what is queued."""
+    def end_with(self, call: Callable[[], None] | None) -> None:
+        """Ends the threads when they have done what is queued, and then this; at once, if none has started.
+
+        No thread is started: the interpreter may be about to end.
+        """
+        if call is not None and not self._started:
+            call()
+        elif call is not None:
+            self._calls.put(call)
         for _ in range(self._threads):
             self._calls.put(None)
 
