@@ -44,8 +44,7 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
         ),
         f"kv_tier {config.shown_kv_tier} with speculation and pipeline stages": (
             bool(config.kv_tier) and config.has_drafts and config.pipeline_parallel_size > 1,
-            "a stage writes the states of drafts steps later, when another request's may have been loaded there: "
-            "leave kv_tier or speculation out",
+            "a stage writes states of drafts steps later, perhaps over loaded ones: leave kv_tier or speculation out",
         ),
     }
     refuse(refused, f"{spec.model_type}, whose layers keep states")
