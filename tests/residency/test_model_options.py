@@ -116,7 +116,18 @@ def test_a_folder_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "seconds"),
-    [(0, 0.0), ("0", 0.0), (-1, None), ("-1m", None), (90, 90.0), ("5m", 300.0), ("1h30m", 5400.0), ("2.5s", 2.5)],
+    [
+        (0, 0.0),
+        ("0", 0.0),
+        (-1, None),
+        ("-1m", None),
+        (90, 90.0),
+        ("5m", 300.0),
+        ("1h30m", 5400.0),
+        ("2.5s", 2.5),
+        ("999999999d", None),
+        ("9" * 400, None),
+    ],
 )
 def test_keep_alive_is_ollamas(value: object, seconds: float | None) -> None:
     assert keep_alive_of(value, "keep_alive") == seconds

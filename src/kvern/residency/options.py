@@ -34,6 +34,8 @@ OF_ONE_MODEL = (
 OWN = {"aliases": tuple[str, ...], "pin": bool, "keep_alive": str | float, "weight": float}
 """Options of a model that no engine has, and their types."""
 UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+LONGEST_STAY = 366 * 86400.0
+"""The seconds of a `keep_alive` above which there is no end that a calendar knows."""
 PROCESS_BYTES = 400_000_000
 """An estimate of what an engine's process takes beside weights and KV cache."""
 CACHE_BYTES = 1 << 30
@@ -183,7 +185,7 @@ def _model(name: str, given: Any, common: EngineConfig, source: str) -> ServedMo
 
 def keep_alive_of(value: object, source: str) -> float | None:
     """Returns the seconds that a model stays awake without requests, from seconds or a time such as 5m or 1h30m; None
-    for a negative one: until others need the memory. Raises ConfigError."""
+    for a negative one, or more than a year: until others need the memory. Raises ConfigError."""
     text = str(value).strip()
     sign, text = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
     parts = re.findall(r"(\d+(?:\.\d+)?)([a-z]*)", text)
@@ -192,7 +194,7 @@ def keep_alive_of(value: object, source: str) -> float | None:
     if not all(unit in UNITS for _, unit in parts):
         raise ConfigError(f"{source} is {shown(value)}: it must be seconds, or a time such as 90s, 5m or 1h30m")
     seconds = sum(float(number) * UNITS[unit] for number, unit in parts)
-    return None if sign < 0 else seconds
+    return None if sign < 0 or seconds > LONGEST_STAY else seconds
 
 
 def _parts(file: Path) -> Iterator[Path]:
