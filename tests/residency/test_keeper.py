@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,7 +43,7 @@ async def server_of(
     models: Sequence[ServedModel], memory: int = MUCH
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, Keeper]]:
     async with Keeper(models, memory, None) as keeper:
-        config = ServerConfig(api_key=("admin:secret admin=1",))
+        config = ServerConfig(api_key=("admin:secret admin=1", "user:word"))
         app = Server([], config, KeyRing(config), keeper=keeper).app()
         headers = {"authorization": "Bearer secret"}
         async with httpx2.AsyncClient(
@@ -126,6 +127,38 @@ def test_administrators_wake_models_and_put_them_to_sleep(tiny_model: Path) -> N
             assert refused.status_code == 409 and "chat is pinned" in refused.text
             assert (await http.post("/v1/models/nothing/load")).status_code == 404
             assert (await http.post("/v1/models/chat/load", headers={"authorization": "Bearer x"})).status_code == 401
+
+    asyncio.run(run())
+
+
+def test_ollamas_keep_alive_counts_from_the_end_of_its_request_and_for_one_stay() -> None:
+    async def run() -> None:
+        async with server_of([served("chat", "kvern-1m", terms=Terms(keep_alive=600.0))]) as (http, keeper):
+            [chat] = keeper.residents
+
+            async def ask(keep_alive: object, key: str = "secret", stream: bool = False) -> float | None:
+                body = {"model": "chat", "prompt": "a fox", "raw": True, "options": {"num_predict": 2}}
+                body |= {"keep_alive": keep_alive, "stream": stream}
+                headers = {"authorization": f"Bearer {key}"}
+                assert (await http.post("/api/generate", json=body, headers=headers)).status_code == 200
+                assert (await http.get("/api/ps")).status_code == 200
+                expires = keeper.residency.expires_at("chat")
+                return None if expires is None else round(expires - time.monotonic(), -1)
+
+            assert [await ask("5m"), await ask(-1), await ask("5m", "word"), await ask(-1, "word")] == [
+                300,
+                None,
+                300,
+                600,
+            ], "a user's key does not outlast the server's term"
+            assert (await http.post("/api/generate", json={"model": "chat", "keep_alive": "x"})).status_code == 400
+            assert await ask("999999999d", stream=True) is None
+
+            def wakes() -> float | None:
+                return chat.figures.registry.get_sample_value("kvern:model_wakes_total", {"model_name": "chat"})
+
+            await ask(0)
+            assert (await keeper.dismiss(chat, 10.0), wakes()) == ("cold", 1)
 
     asyncio.run(run())
 

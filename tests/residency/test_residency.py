@@ -93,6 +93,35 @@ def test_keep_alive_and_what_it_ends() -> None:
     assert residency.expires_at("b") is None and residency.states["b"] == "awake"
 
 
+def test_the_users_terms_hold_again_when_a_model_has_gone_to_sleep() -> None:
+    residency = residency_of(8, a=Terms(keep_alive=30.0))
+    awake(residency, "a", 0.0)
+    residency.keep("a", None)
+    assert residency.decide(100.0).next_at is None
+    residency.dismiss("a")
+    assert moves(residency, 100.0) == [("a", "cold")]
+    residency.moved("a", 100.0)
+    awake(residency, "a", 200.0)
+    assert residency.expires_at("a") == 231.0, "neither the order of a client nor its dismissal is left"
+    residency.keep("a", 5.0)
+    assert residency.expires_at("a") == 206.0
+
+
+def test_a_model_that_is_dismissed_while_it_wakes_goes_once_it_is_awake() -> None:
+    residency = residency_of(8, a=Terms())
+    residency.dismiss("a")
+    residency.asked("a", 0.0)
+    assert moves(residency, 0.0) == [("a", "awake")]
+    residency.dismiss("a")
+    residency.moved("a", 1.0)
+    assert moves(residency, 1.0) == [], "its request runs"
+    residency.ended("a", 2.0)
+    assert moves(residency, 2.0) == [("a", "cold")]
+    residency.moved("a", 2.0)
+    awake(residency, "a", 10.0)
+    assert residency.expires_at("a") is None
+
+
 def test_a_frequent_model_is_woken_when_there_is_memory() -> None:
     residency = residency_of(2, a=Terms(), big=Terms(keep_alive=5.0))
     for turn in range(5):

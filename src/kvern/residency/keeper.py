@@ -115,8 +115,11 @@ class Keeper:
         return resident.client
 
     def keep(self, resident: Resident, seconds: float | None) -> None:
-        """Lets a model stay awake for so many seconds without a request from now on; None: until others need it."""
-        self.residency.keep(resident.name, seconds)
+        """Lets a model stay awake for so many seconds without a request this time; None: until others need memory."""
+        if seconds == 0:
+            self.residency.dismiss(resident.name)
+        else:
+            self.residency.keep(resident.name, seconds)
         self._news.set()
 
     async def dismiss(self, resident: Resident, seconds: float) -> State:
@@ -125,7 +128,7 @@ class Keeper:
         self._news.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.state(resident) == "awake":
+                while "awake" in (self.state(resident), self.residency.moving(resident.name)):
                     await asyncio.sleep(LOOK_SECONDS)
         return self.state(resident)
 

@@ -189,14 +189,18 @@ class Residency:
         model.used_at = now
         if not model.requests and not model.terms.pin:
             model.wanted_at = None
+        self._forget_orders(model)
 
     def keep(self, name: str, seconds: float | None) -> None:
-        """Replaces the `keep_alive` of a model from now on."""
+        """Replaces the `keep_alive` of a model until it goes to sleep."""
         self._models[name].keep_alive = seconds
+        self._models[name].leaves = False
 
     def dismiss(self, name: str) -> None:
-        """Puts a model to sleep as soon as it has no requests, unless it is pinned."""
-        self._models[name].leaves = True
+        """Puts a model that is awake, or is to be, to sleep as soon as it has no requests, unless it is pinned."""
+        model = self._models[name]
+        model.leaves = not model.terms.pin
+        self._forget_orders(model)
 
     def moved(self, name: str, now: float, footprint: Footprint | None = None) -> None:
         """Ends a move. `footprint`: what was measured."""
@@ -204,12 +208,12 @@ class Residency:
         assert model.target is not None, f"{name} does not move"
         model.state, model.target = model.target, None
         model.footprint = footprint or model.footprint
-        model.leaves = False
         if model.state == "awake":
             model.failures = 0
             model.awake_since = now
             model.wanted_at = None
         else:
+            self._forget_orders(model)
             self._want(model, now)
 
     def postponed(self, name: str, footprint: Footprint) -> None:
@@ -222,6 +226,7 @@ class Residency:
         model = self._models[name]
         model.state, model.target = "cold", None
         model.wanted_at = None
+        model.leaves, model.keep_alive = False, model.terms.keep_alive
         model.barred_until = now + min(LONGEST_WAIT, 2.0 ** min(model.failures, MOST_DOUBLINGS))
         model.failures += 1
 
@@ -249,6 +254,11 @@ class Residency:
                 return decision  # later ones must not take the memory that it waits for
         self._preload(decision, now)
         return decision
+
+    def _forget_orders(self, model: _Model) -> None:
+        """Lets the user's terms hold again for a model that is not awake, and that nobody wants."""
+        if not model.requests and "awake" not in (model.state, model.target):
+            model.leaves, model.keep_alive = False, model.terms.keep_alive
 
     def _want(self, model: _Model, now: float) -> None:
         wanted = model.requests or model.terms.pin

@@ -218,32 +218,37 @@ class OllamaApi:
         url = path_of(request.scope)
         key = request.state.key
         body = await read_object(request)
-        model, shown = await self._model(body), named(body)
-        asked = ollama.read_body(body, url)
-        stays = self._keep(model, body)
+        shown, asked, stay = named(body), ollama.read_body(body, url), self._stay(body)
+        model = await self._model(body)
         headers = ignored_header(ollama.ignored_options(body), ollama.KNOWN)
-        chat = await self._chat(asked, model, key)
-        headers |= header_of_names(LACKS_HEADER, () if chat is None else chat.lacks)
-        writer = OllamaWriter(url, str(shown or model), chat)
-        if asked.is_empty:
-            if stays:
-                await self._service.wake(model)
-            return json_response(writer.loaded("load" if stays else "unload"), headers=headers)
-        prompts: list[Prompt] = [asked.prompt if chat is None else chat.prompt]
-        params = asked.params if chat is None else chat.params
-        if asked.suffix:
-            inputs = self._service.engine_of(model).client.inputs
-            prompts, params = await inputs.infilled(prompts, asked.suffix, params)
-        ask, stream = Ask(model, asked.common, prompts, params, key), asked.stream
-        del asked
-        let_go(request, body)
-        if stream:
-            started = await self._service.start(ask)
-            seconds = functools.partial(_seconds, started, began)
-            lines = writer.lines(started.outputs[0], started, seconds)
-            return EventStream(lines, started.leave, headers, STREAM, ask.is_large)
-        work = self._service.written(ask, lambda ended: writer.whole(ended.outputs[0], _seconds(ended, began)))
-        return await whole_answer(request, work, headers)
+        with self._service.wanted(model):  # so that `keep_alive` counts from its end
+            chat = await self._chat(asked, model, key)
+            headers |= header_of_names(LACKS_HEADER, () if chat is None else chat.lacks)
+            writer = OllamaWriter(url, str(shown or model), chat)
+            if asked.is_empty:
+                ends = stay is not None and stay.seconds == 0
+                if not ends:
+                    await self._service.wake(model)
+                self._keep(model, stay, key)
+                return json_response(writer.loaded("unload" if ends else "load"), headers=headers)
+            prompts: list[Prompt] = [asked.prompt if chat is None else chat.prompt]
+            params = asked.params if chat is None else chat.params
+            if asked.suffix:
+                inputs = self._service.engine_of(model).client.inputs
+                prompts, params = await inputs.infilled(prompts, asked.suffix, params)
+            ask, stream = Ask(model, asked.common, prompts, params, key), asked.stream
+            del asked
+            let_go(request, body)
+            if stream:
+                started = await self._service.start(ask)
+                self._keep(model, stay, key)
+                seconds = functools.partial(_seconds, started, began)
+                lines = writer.lines(started.outputs[0], started, seconds)
+                return EventStream(lines, started.leave, headers, STREAM, ask.is_large)
+            work = self._service.written(ask, lambda ended: writer.whole(ended.outputs[0], _seconds(ended, began)))
+            response = await whole_answer(request, work, headers)
+            self._keep(model, stay, key)
+            return response
 
     async def _chat(self, asked: OllamaBody, model: str, key: ApiKey) -> ChatRequest | None:
         """Returns the conversation as a prompt with a reader of its answer; None if the text goes to the model as it
@@ -265,8 +270,8 @@ class OllamaApi:
         """
         began, is_old = time.monotonic(), path_of(request.scope).endswith("embeddings")
         body = await read_object(request)
-        model, shown = await self._model(body), named(body)
-        self._keep(model, body)
+        stay, shown = self._stay(body), named(body)
+        model = await self._model(body)
         client = self._service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
         name = "prompt" if is_old else "input"
@@ -278,7 +283,9 @@ class OllamaApi:
         dimensions = typed(body, "dimensions", int, None)
         ask = Ask(model, read_common(body), prompts, SamplingParams(), request.state.key, embed=True)
         let_go(request, body)
-        outputs = await until_gone(self._service.run(ask), request.receive) if prompts else []
+        with self._service.wanted(model):  # so that `keep_alive` counts from its end
+            outputs = await until_gone(self._service.run(ask), request.receive) if prompts else []
+            self._keep(model, stay, request.state.key)
         if outputs is None:
             return Response(status_code=CLIENT_GONE)
         vectors = [embedding_of(output.embedding or b"", dimensions) for output in outputs]
@@ -346,20 +353,26 @@ class OllamaApi:
             return name.removesuffix(LATEST)
         return name
 
-    def _keep(self, model: str, body: dict[str, Any]) -> bool:
-        """Lets one of several models stay awake as long as a body says; returns False if that is not at all.
-
-        Raises HttpError.
-        """
-        keeper, value = self._service.keeper, body.get("keep_alive")
-        if keeper is None or value is None or (resident := keeper.find(model)) is None:
-            return True
+    def _stay(self, body: dict[str, Any]) -> "Stay | None":
+        """Returns how long a body lets one of several models stay awake, if it says so. Raises HttpError."""
+        value = body.get("keep_alive")
+        if self._service.keeper is None or value is None:
+            return None
         try:
-            seconds = keep_alive_of(value, "keep_alive")
+            return Stay(keep_alive_of(value, "keep_alive"))
         except ConfigError as error:
             raise HttpError(400, str(error), param="keep_alive") from error
+
+    def _keep(self, model: str, stay: "Stay | None", key: ApiKey) -> None:
+        """Lets a model stay awake so long this time; if there are keys, others than administrators' do not lengthen
+        its own `keep_alive`."""
+        keeper = self._service.keeper
+        if stay is None or keeper is None or (resident := keeper.find(model)) is None:
+            return
+        seconds, longest = stay.seconds, resident.model.terms.keep_alive
+        if longest is not None and self._service.keys.known and not key.admin:
+            seconds = longest if seconds is None else min(seconds, longest)
         keeper.keep(resident, seconds)
-        return seconds != 0
 
     def _expires(self, engine: ServedEngine) -> str | None:
         """Returns when a model is put to sleep if nobody asks it; None if it is not awake."""
@@ -371,6 +384,14 @@ class OllamaApi:
             return None
         when = keeper.residency.expires_at(resident.name)
         return FOR_EVER if when is None else timestamp(time.time() + when - time.monotonic())
+
+
+@dataclass(frozen=True)
+class Stay:
+    """What `keep_alive` says: the seconds without a request in which a model stays awake; None: until others need the
+    memory."""
+
+    seconds: float | None
 
 
 def named(body: dict[str, Any]) -> object:
