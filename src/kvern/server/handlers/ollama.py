@@ -218,7 +218,8 @@ class OllamaApi:
         url = path_of(request.scope)
         key = request.state.key
         body = await read_object(request)
-        shown, asked, stay = named(body), ollama.read_body(body, url), self._stay(body)
+        shown, stay = named(body), self._stay(body)
+        asked = ollama.read_body(body, url)
         model = await self._model(body)
         headers = ignored_header(ollama.ignored_options(body), ollama.KNOWN)
         with self._service.wanted(model):  # so that `keep_alive` counts from its end
