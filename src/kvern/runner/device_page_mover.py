@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 from typing import Any
@@ -38,6 +39,8 @@ PINNED_BYTES = 16 << 20
 """The host's memory that is pinned at once: launches wait meanwhile, about a millisecond."""
 POPULATING = 4
 """Threads that have the system make memory, each about 1.4 GB/s."""
+AHEAD = 32
+"""Pieces that these threads are given at once."""
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux: pinning is fast where memory is there already."""
 MASK = (1 << 64) - 1
@@ -404,9 +407,10 @@ class _Pins:
         """Pin all of it, behind threads that have the system make the memory, which takes longer."""
         parts = [] if self._store is None else [*self._store.parts(PINNED_BYTES)]
         pool = ThreadPoolExecutor(POPULATING, "kvern-populate")
-        with torch.cuda.device(self._device):
-            for part, address in zip(parts, pool.map(self._populate, parts), strict=True):
-                if not self._pin(part, address):
+        with suppress(RuntimeError), torch.cuda.device(self._device):  # raised when the interpreter ends
+            for first in range(0, len(parts), AHEAD):  # a process that ends waits for what is queued
+                some = parts[first : first + AHEAD]
+                if not all(self._pin(*found) for found in zip(some, pool.map(self._populate, some), strict=True)):
                     break
         pool.shutdown(cancel_futures=True)
 

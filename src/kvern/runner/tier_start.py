@@ -110,7 +110,7 @@ def make_mover(groups: Sequence[HeadGroup], block_size: int, most_packed: int) -
 
     `most_packed`: the bytes of the pages of a large step.
     """
-    if groups[0].caches[0].device.type == "cuda":
+    if groups[0].caches[0].device.type == "cuda" and torch.version.hip is None:
         from kvern.runner.device_page_mover import DeviceMover
 
         return DeviceMover(

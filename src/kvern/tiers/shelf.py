@@ -122,6 +122,8 @@ class Shelf:
         for one in self.stores:
             if self._memory.is_prompt and isinstance(one.store, DirectStore):
                 one.price = Price(*PINNED)
+        self._is_direct = any(isinstance(store, DirectStore) for store in stores.values())
+        """Pages are saved to memory that a store has already."""
         self._clock = clock
         self._sealing = Lane("pages", 1)
         self._sealing_bytes = 0
@@ -434,7 +436,7 @@ class Shelf:
         for batch in _cut(pieces, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda one: len(one.at)):
             with self._lock:
                 self._sealing_bytes += sum(len(piece.at) for piece in batch)
-            begun = [self._begin(batch)] if is_prompt else []
+            begun = [self._begin(batch)] if is_prompt and self._is_direct else []
             self._sealing.submit(partial(self._seal, batch, begun))
 
     def _seal(self, pieces: Sequence[Piece], begun: Sequence[_Sealing | None]) -> None:
