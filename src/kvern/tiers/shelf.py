@@ -15,18 +15,18 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from kvern.request.store_figures import StoreFigures
-from kvern.tiers.page_memory import Copies, HostPages, PageMemory, Parts, Piece, in_one_piece
+from kvern.tiers.page_memory import HostPages, PageMemory, Parts, Piece, in_one_piece
 from kvern.tiers.pages import HEADER_BYTES, header, sum_of
 from kvern.tiers.price import GAIN, Price
 from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, Shelved
 from kvern.tiers.store import DirectStore, Store
+from kvern.tiers.transfers import Arrival, Load, Reserved, Sealing
 
 logger = logging.getLogger("kvern")
 Entry = TypeVar("Entry")
@@ -40,70 +40,6 @@ PINNED = (0.001, 25e9)
 """Seconds and bytes a second that are expected of pinned memory before it was used."""
 LEAST_PATIENCE = 0.02
 """Seconds: a thread may have to wait for a processor."""
-
-
-@dataclass(eq=False)
-class _Load:
-    """Pages on their way: how many pieces of each have not come, and which will not come."""
-
-    pages: Sequence[Sequence[Piece]]
-    missing: list[int]
-    deadline: float
-    counts: dict[Shelved, int] = field(default_factory=dict)
-    """The bytes that each store has not answered for."""
-    unanswered: int = 0
-    """The calls of stores that have not returned: a load waits for the device's copies, but not for a store."""
-    failed: int = 0
-    """The first page that will not come, or the number of pages."""
-    has_ended: bool = False
-    gate: threading.Lock = field(default_factory=threading.Lock)
-    """Held while copies to the KV cache are begun, so that none is for a load that has ended."""
-
-    def end(self) -> None:
-        """No more copies to the KV cache are begun."""
-        with self.gate:
-            self.has_ended = True
-
-    @property
-    def came(self) -> int:
-        """The number of leading pages that have come."""
-        return next((place for place, count in enumerate(self.missing) if count), len(self.missing))
-
-
-@dataclass(eq=False)
-class _Arrival:
-    """Pieces of a load that one store is asked for, of `size` bytes, each with the number of its page."""
-
-    one: Shelved
-    load: _Load
-    batch: Sequence[tuple[int, Piece]]
-    size: int
-    began: float = 0.0
-    lent: list[Any] = field(default_factory=list)
-    """Each piece's place in a direct store, or None."""
-    places: list[Parts | None] = field(default_factory=list)
-    got: float = 0.0
-    """When the store had answered, and copies could begin."""
-    copied: float | None = None
-    """The seconds of these, if the device has measured them."""
-    expected: dict[int, int] = field(default_factory=dict)
-    """The sums in the headers that are right, by the number of the piece."""
-    copies: Copies | None = None
-
-
-_Reserved = tuple[Shelved, DirectStore, Any]
-"""A place that is reserved in a store's memory."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Sealing:
-    """Packed pages that are copied to `places` on the host, by their numbers; some of these are reserved in stores."""
-
-    pieces: Mapping[int, Piece]
-    places: Sequence[Parts]
-    reserved: Mapping[int, _Reserved]
-    copies: Copies
-    began: float
 
 
 class Shelf:
@@ -127,8 +63,8 @@ class Shelf:
         self._clock = clock
         self._sealing = Lane("pages", 1)
         self._sealing_bytes = 0
-        self._loads: dict[int, _Load] = {}
-        self._arrivals: deque[_Arrival] = deque()
+        self._loads: dict[int, Load] = {}
+        self._arrivals: deque[Arrival] = deque()
         """Pieces that the engine's thread has begun to copy itself."""
         self._lock = threading.Lock()
         self._questions: dict[int, tuple[set[Shelved], float]] = {}
@@ -225,7 +161,7 @@ class Shelf:
         It is late after 1.5 times its price, but not before `patience` seconds.
         """
         batches: dict[Shelved, list[tuple[int, Piece]]] = {}
-        load = _Load(pages, [len(pieces) for pieces in pages], 0.0, failed=len(pages))
+        load = Load(pages, [len(pieces) for pieces in pages], 0.0, failed=len(pages))
         for place, pieces in enumerate(pages):
             if not pieces:  # other ranks have some
                 continue
@@ -251,14 +187,14 @@ class Shelf:
         load.unanswered = sum(len(found) for one, found in cut.items() if not self._is_prompt(one))
         for one, found in cut.items():
             for batch in found:
-                arrival = _Arrival(one, load, batch, sum(map(_size_of_entry, batch)))
+                arrival = Arrival(one, load, batch, sum(map(_size_of_entry, batch)))
                 if self._is_prompt(one):  # the first are copied while the others are looked for
                     self._lend(arrival, one.store)
                     self._arrivals.append(arrival)
                 else:
                     one.reading.submit(partial(self._read, arrival))
 
-    def _read(self, arrival: _Arrival) -> None:
+    def _read(self, arrival: Arrival) -> None:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
         store = arrival.one.store
         if arrival.load.has_ended:
@@ -274,12 +210,12 @@ class Shelf:
             self._arrived(arrival)
             self._answered(arrival)
 
-    def _answered(self, arrival: _Arrival) -> None:
+    def _answered(self, arrival: Arrival) -> None:
         """A store has done what it was asked for a load, which is not late any more if all have."""
         with self._lock:
             arrival.load.unanswered -= 1
 
-    def _get(self, arrival: _Arrival, store: Store) -> None:
+    def _get(self, arrival: Arrival, store: Store) -> None:
         arrival.began = self._clock()
         pieces = [piece for _, piece in arrival.batch]
         try:
@@ -297,7 +233,7 @@ class Shelf:
         """True if the engine's thread itself has pages copied from a store."""
         return self._memory.is_prompt and isinstance(one.store, DirectStore)
 
-    def _lend(self, arrival: _Arrival, store: Any) -> None:
+    def _lend(self, arrival: Arrival, store: Any) -> None:
         """Have pages in this process's memory copied to where they belong."""
         arrival.began = self._clock()
         names = [piece.name for _, piece in arrival.batch]
@@ -305,7 +241,7 @@ class Shelf:
         arrival.places = [None if place is None else place.parts for place in arrival.lent]
         self._copy(arrival)
 
-    def _copy(self, arrival: _Arrival) -> None:
+    def _copy(self, arrival: Arrival) -> None:
         """Begin to copy the pages whose headers are right."""
         arrival.got = self._clock()
         pieces = [piece for _, piece in arrival.batch]
@@ -322,7 +258,7 @@ class Shelf:
         except Exception as error:  # the device may raise anything
             logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
 
-    def _arrived(self, arrival: _Arrival) -> None:
+    def _arrived(self, arrival: Arrival) -> None:
         """Check pages that were copied, and count them."""
         one, load = arrival.one, arrival.load
         came = [False] * len(arrival.batch)
@@ -344,7 +280,7 @@ class Shelf:
                 else:
                     load.failed = min(load.failed, place)
 
-    def _sorted_out(self, arrival: _Arrival) -> list[bool]:
+    def _sorted_out(self, arrival: Arrival) -> list[bool]:
         """Returns which pages have come whole and right; those of a lower store are put into the others."""
         one, store = arrival.one, arrival.one.store
         pieces = [piece for _, piece in arrival.batch]
@@ -380,7 +316,7 @@ class Shelf:
         while self._arrivals and (self._arrivals[0].copies is None or self._arrivals[0].copies.is_done()):
             self._arrived(self._arrivals.popleft())
 
-    def _forget_parts(self, arrival: _Arrival, places: Sequence[Parts | None]) -> None:
+    def _forget_parts(self, arrival: Arrival, places: Sequence[Parts | None]) -> None:
         """Let pages of which a store lacks pieces be saved again: it forgets the piece by which they are found."""
         one = arrival.one
         lacking = {place for (place, _), parts in zip(arrival.batch, places, strict=True) if parts is None}
@@ -409,7 +345,7 @@ class Shelf:
                     self._late(load, came, now)
         return found
 
-    def _late(self, load: _Load, came: int, now: float) -> None:
+    def _late(self, load: Load, came: int, now: float) -> None:
         """A load has missed its deadline: the price rises, and a store of which nothing came has failed."""
         tokens = sum(piece.tokens for pieces in load.pages[came : load.failed] for piece in pieces)
         for one, count in load.counts.items():
@@ -439,7 +375,7 @@ class Shelf:
             begun = [self._begin(batch)] if is_prompt and self._is_direct else []
             self._sealing.submit(partial(self._seal, batch, begun))
 
-    def _seal(self, pieces: Sequence[Piece], begun: Sequence[_Sealing | None]) -> None:
+    def _seal(self, pieces: Sequence[Piece], begun: Sequence[Sealing | None]) -> None:
         """Have packed pages in the host's memory, with their headers, and in the stores.
 
         `begun`: the one thing that the engine's thread has begun for that, if it did.
@@ -454,7 +390,7 @@ class Shelf:
         with self._lock:
             self._sealing_bytes -= sum(len(piece.at) for piece in pieces)
 
-    def _give_up(self, reserved: Mapping[int, _Reserved], error: Exception) -> None:
+    def _give_up(self, reserved: Mapping[int, Reserved], error: Exception) -> None:
         logger.warning("pages of the KV cache are not saved: %s", error)
         for _, store, place in reserved.values():
             store.withdraw(place)
@@ -465,9 +401,9 @@ class Shelf:
         is_ours = piece.is_own or getattr(one.store, "is_private", False)
         return is_ours and one.breaker.is_on(now) and not one.has(piece.name, now)
 
-    def _begin(self, pieces: Sequence[Piece]) -> _Sealing | None:
+    def _begin(self, pieces: Sequence[Piece]) -> Sealing | None:
         """Begin to copy packed pages that a store lacks: to the memory of a direct store, or to buffers."""
-        reserved: dict[int, _Reserved] = {}
+        reserved: dict[int, Reserved] = {}
         others = [one for one in self.stores if not isinstance(one.store, DirectStore)]
         wanted = {at for at, piece in enumerate(pieces) if any(self._lacks(one, piece) for one in others)}
         for one in self.stores:
@@ -488,9 +424,9 @@ class Shelf:
         except Exception as error:  # the device may raise anything
             self._give_up(reserved, error)
             return None
-        return _Sealing({at: pieces[at] for at in chosen}, places, reserved, copies, self._clock())
+        return Sealing({at: pieces[at] for at in chosen}, places, reserved, copies, self._clock())
 
-    def _end(self, sealing: _Sealing, sums: Sequence[int]) -> None:
+    def _end(self, sealing: Sealing, sums: Sequence[int]) -> None:
         """Pages are in the host's memory: write their headers, publish them, and put them into the other stores."""
         pieces, reserved = sealing.pieces, sealing.reserved
         for piece, place, total in zip(pieces.values(), sealing.places, sums, strict=True):
