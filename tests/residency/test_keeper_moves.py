@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvern import EngineConfig
-from kvern.errors import EngineUnavailable
+from kvern.errors import EngineClosed, EngineUnavailable
 from kvern.residency.keeper import Keeper, Resident
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
 from kvern.serving.child import EngineChild, EngineProcess
+from kvern.serving.client import EngineClient
 
 PLAIN = Terms()
 STEPS = 200
@@ -98,6 +99,45 @@ def test_a_fault_after_the_start_of_engines_is_a_wake_that_failed(monkeypatch: p
                 await asyncio.wait_for(keeper.meet(one), 10)
             assert keeper.state(one) == "cold" and keeper.residency.moving("one") is None
             assert client_of(one).rests == 1
+
+    asyncio.run(run())
+
+
+def test_those_that_wait_for_a_model_are_told_that_the_server_ends() -> None:
+    async def run() -> None:
+        async with keeper_of("one") as keeper:
+            [one] = keeper.residents
+            await keeper.meet(one)
+            client_of(one).may_start.clear()
+            assert await keeper.dismiss(one, 10.0) == "cold"
+            waiting = asyncio.create_task(used(keeper, one))
+            await settle()
+            keeper.close(EngineClosed("the server ends"))
+            for task in (waiting, asyncio.create_task(used(keeper, one))):
+                with pytest.raises(EngineClosed, match="the server ends"):
+                    await asyncio.wait_for(task, 10)
+
+    async def used(keeper: Keeper, resident: Resident) -> None:
+        with keeper.use(resident):
+            await keeper.awake(resident)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_for_a_replaced_engine_learns_that_its_model_cannot_be_woken() -> None:
+    async def refuse() -> None:
+        raise EngineUnavailable("it cannot be woken", 1.0)
+
+    async def run() -> None:
+        client = EngineClient(EngineConfig("kvern-1m", device="cpu"))
+        client.replicas.wake = refuse
+        waiting = asyncio.create_task(client.replicas.until_available())
+        await settle()
+        assert not waiting.done()
+        await client.rest()
+        with pytest.raises(EngineUnavailable, match="it cannot be woken"):
+            await asyncio.wait_for(waiting, 10)
+        await client.__aexit__()
 
     asyncio.run(run())
 

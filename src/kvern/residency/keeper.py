@@ -66,6 +66,7 @@ class Keeper:
         self.residency = Residency(memory)
         self.residents = [Resident(model) for model in models]
         self.known: Callable[[EngineClient], None] = lambda client: None
+        self._closed: KvernError | None = None
         self._by_name = {resident.name: resident for resident in self.residents}
         self._reserve = process
         self._news = asyncio.Event()
@@ -132,6 +133,12 @@ class Keeper:
                     await asyncio.sleep(LOOK_SECONDS)
         return self.state(resident)
 
+    def close(self, error: KvernError) -> None:
+        """Ends all that wait for a model, now and later, with an error: the server ends."""
+        self._closed = error
+        for resident in self.residents:
+            _end(resident, error)
+
     @contextlib.contextmanager
     def use(self, resident: Resident) -> Iterator[None]:
         """Wants the model awake until the block ends."""
@@ -145,6 +152,8 @@ class Keeper:
 
     async def awake(self, resident: Resident) -> None:
         """Waits until a model that is in use is awake. Raises EngineUnavailable with the reason if it cannot be."""
+        if self._closed is not None:
+            raise self._closed
         if self.residency.moving(resident.name) is None:
             if self.state(resident) == "awake":
                 return
@@ -257,9 +266,7 @@ class Keeper:
         resident.trouble = reason
         seconds = self.residency.barred(resident.name, time.monotonic())
         logger.warning("model %s cannot be woken: %s", resident.name, reason)
-        for waiter in resident.waiting:
-            if not waiter.done():
-                waiter.set_exception(_unavailable(resident, seconds))
+        _end(resident, _unavailable(resident, seconds))
         if resident.client is not None:
             resident.client.replicas.fail(_unavailable(resident, seconds))
 
@@ -270,6 +277,12 @@ class Keeper:
             process.forget()
             return None
         return process
+
+
+def _end(resident: Resident, error: KvernError) -> None:
+    for waiter in resident.waiting:
+        if not waiter.done():
+            waiter.set_exception(error)
 
 
 def _unavailable(resident: Resident, seconds: float) -> EngineUnavailable:

@@ -83,6 +83,8 @@ class Signals:
         """Ends requests that still run with an error."""
         if load := application.service.load:
             self._say(f"{requests(load)} did not end in {self._grace:g} s: cut off")
+        if application.service.keeper is not None:
+            application.service.keeper.close(CUT_OFF)
         for engine in application.service.engines:
             for replica in engine.client.replicas:
                 replica.workload.close(CUT_OFF)

@@ -388,9 +388,12 @@ class Replicas:
 
     async def until_available(self) -> None:
         """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
-        while self.resting and self.wake is not None:
-            await self.wake()
-        await until_one_is_available(self._supervisors)
+        while True:
+            while self._sleeps and self.wake is not None:
+                await self.wake()
+            await until_one_is_available(self._supervisors, lambda: self._sleeps)
+            if not self._sleeps:
+                return
 
     def check_alive(self) -> None:
         """Raise EngineUnavailable if engines keep dying, wherever they are."""
@@ -512,6 +515,11 @@ class Replicas:
     def has_other(self, replica: Replica) -> bool:
         """Another one takes requests."""
         return any(other.accepts for other in self if other is not replica)
+
+    @property
+    def _sleeps(self) -> bool:
+        """The engines rest until somebody asks."""
+        return self.resting and self.wake is not None
 
     @property
     def _staying(self) -> list[Replica]:

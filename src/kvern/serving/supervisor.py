@@ -229,9 +229,14 @@ class Supervisor:
         self._owner.resume()
 
 
-async def until_one_is_available(supervisors: Callable[[], Sequence[Supervisor]]) -> None:
-    """Wait for one of those that there are meanwhile to have an engine. Raises EngineUnavailable or EngineClosed."""
-    while not any(supervisor.available.is_set() for supervisor in supervisors()):
+async def until_one_is_available(
+    supervisors: Callable[[], Sequence[Supervisor]], given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait for one of those that there are meanwhile to have an engine, unless `given_up`.
+
+    Raises EngineUnavailable or EngineClosed.
+    """
+    while not given_up() and not any(supervisor.available.is_set() for supervisor in supervisors()):
         present = supervisors()
         troubles = [trouble for supervisor in present if (trouble := supervisor.unavailable) is not None]
         if len(troubles) == len(present):
