@@ -40,10 +40,10 @@ def served(name: str, model: Path | str, *aliases: str, terms: Terms = PLAIN, **
 
 @asynccontextmanager
 async def server_of(
-    models: Sequence[ServedModel], memory: int = MUCH
+    models: Sequence[ServedModel], memory: int = MUCH, **options: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, Keeper]]:
     async with Keeper(models, memory, None) as keeper:
-        config = ServerConfig(api_key=("admin:secret admin=1", "user:word"))
+        config = ServerConfig(api_key=("admin:secret admin=1", "user:word", "nothing:none concurrent=0"), **options)
         app = Server([], config, KeyRing(config), keeper=keeper).app()
         headers = {"authorization": "Bearer secret"}
         async with httpx2.AsyncClient(
@@ -114,12 +114,13 @@ def test_a_model_that_cannot_be_woken_fails_its_own_requests_alone(tiny_model: P
     asyncio.run(run())
 
 
-def test_administrators_wake_models_and_put_them_to_sleep(tiny_model: Path) -> None:
+def test_administrators_wake_models_and_put_them_to_sleep(tiny_model: Path, tmp_path: Path) -> None:
     async def run() -> None:
-        async with server_of([served("chat", "kvern-1m", terms=Terms(pin=True)), served("tiny", tiny_model)]) as (
-            http,
-            _,
-        ):
+        models = [served("chat", "kvern-1m", terms=Terms(pin=True)), served("tiny", tiny_model)]
+        async with server_of(models, adapter_folder=tmp_path) as (http, _):
+            taken = {"model": "chat", "lora_name": "tiny", "lora_path": "some"}
+            refused = await http.post("/v1/load_lora_adapter", json=taken)
+            assert refused.status_code == 400 and "tiny is another model's" in refused.text
             assert await states(http) == {"chat": "awake", "tiny": "cold"}
             assert (await http.post("/v1/models/tiny/load")).json()["state"] == "awake"
             assert (await http.post("/v1/models/tiny/unload")).json()["state"] == "cold"
@@ -210,6 +211,18 @@ def test_what_an_engine_has_begun_goes_on_after_a_rest() -> None:
             expected = await tokens(rest=False)
             assert await tokens(rest=True) == expected
             assert await tokens(rest=False) == expected
+
+    asyncio.run(run())
+
+
+def test_models_whose_files_are_gone_are_not_listed_as_ollamas(tiny_model: Path, tmp_path: Path) -> None:
+    lost = shutil.copytree(tiny_model, tmp_path / "lost")
+
+    async def run() -> None:
+        async with server_of([served("lost", lost), served("tiny", tiny_model)]) as (http, _):
+            shutil.rmtree(lost)
+            listed = await http.get("/api/tags")
+            assert [entry["name"] for entry in listed.json()["models"]] == ["tiny:latest"]
 
     asyncio.run(run())
 

@@ -40,7 +40,7 @@ class AdaptersApi:
             raise wrong_value("lora_path", path, f"a folder, {LONGEST_PATH} printable characters at most")
         if name in self._loading:
             raise HttpError(400, f"lora_name {name} is being loaded: choose another name", param="lora_name")
-        if any(other.answers_for(name) for other in self._service.engines if other is not engine):
+        if name in self._service.names and not engine.answers_for(name):
             raise HttpError(400, f"lora_name {name} is another model's: choose another name", param="lora_name")
         folder = str(self._allowed(path))
         self._loading.add(name)

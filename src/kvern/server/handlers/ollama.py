@@ -23,12 +23,12 @@ from kvern.api.fields import read_common, typed
 from kvern.api.ollama import LATEST, LINES, OllamaBody, OllamaWriter, Seconds, nanoseconds, timestamp
 from kvern.engine.embedding import check_embeds, embedding_of
 from kvern.engine.inputs import Prompt
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, KvernError
 from kvern.models.header import read_entries
 from kvern.models.pooling import POOLING_FILE
 from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
-from kvern.residency.options import keep_alive_of
+from kvern.residency.options import ServedModel, keep_alive_of
 from kvern.server.apis import Apis
 from kvern.server.bodies import let_go, read_object
 from kvern.server.http import (
@@ -304,7 +304,10 @@ class OllamaApi:
             told += [entry(name, engine.models, files) for name in engine.names]
         for resident in [] if keeper is None else keeper.residents:
             if resident.client is None:
-                files = await asyncio.to_thread(outline, resident.model.files)
+                try:
+                    files = await asyncio.to_thread(_outlined, resident.model)
+                except (OSError, ValueError, KvernError):  # its files are gone: the others are there
+                    continue
                 told += [entry(name, resident.model.engine.model_names, files) for name in resident.names]
         return json_response({"models": told})
 
@@ -326,7 +329,7 @@ class OllamaApi:
         body, keeper = await read_object(request), self._service.keeper
         resident = None if keeper is None else keeper.find(self._named(body))
         if resident is not None and resident.client is None:
-            files, model = await asyncio.to_thread(outline, resident.model.files), str(self._named(body))
+            files, model = await asyncio.to_thread(_outlined, resident.model), str(self._named(body))
             told = entry(model, resident.model.engine.model_names, files)
             return json_response(card_of_files(model, told, files, {}))
         model = await self._model(body)
@@ -410,6 +413,10 @@ def _line(content: object, lines: Lines) -> Iterator[bytes]:
 
 
 STREAM = StreamFormat(failed=ollama_error, kind=LINES, frame=_line)
+
+
+def _outlined(model: ServedModel) -> ModelFiles:
+    return outline(model.files)
 
 
 async def _files(folder: Path) -> ModelFiles:
