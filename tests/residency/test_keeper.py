@@ -215,6 +215,35 @@ def test_what_an_engine_has_begun_goes_on_after_a_rest() -> None:
     asyncio.run(run())
 
 
+def test_limits_and_timeouts_hold_before_a_model_is_woken() -> None:
+    async def run() -> None:
+        async with server_of([served("chat", "kvern-1m")], max_queue=1) as (http, keeper):
+            [chat] = keeper.residents
+            keeper.residency.memory = keeper.residency.footprint("chat").awake
+            keeper.residency.add("other", PLAIN, keeper.residency.footprint("chat"), 0.0)
+            keeper.residency.asked("other", 0.0)
+            keeper.residency.decide(0.0)  # it wakes, so that chat waits for its memory
+
+            async def ask(key: str, **fields: Any) -> tuple[int, str]:
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await http.post("/v1/completions", json=BODY | fields, headers=headers)
+                return answer.status_code, answer.json()["error"]["message"]
+
+            assert (await ask("none"))[0] == 403, "a key that may ask nothing wakes nothing"
+            assert (await ask("word", timeout=-1))[0] == 400
+            assert keeper.residency.visits("chat", 0.0) == 0.0
+            status, said = await ask("word", timeout=0.01)
+            assert status == 408 and "before chat was awake" in said
+            first = asyncio.create_task(ask("word", timeout=1.0))
+            while not chat.waiting:
+                await asyncio.sleep(0)
+            status, said = await ask("secret")
+            assert status == 429 and "1 requests wait for chat already" in said
+            first.cancel()
+
+    asyncio.run(run())
+
+
 def test_models_whose_files_are_gone_are_not_listed_as_ollamas(tiny_model: Path, tmp_path: Path) -> None:
     lost = shutil.copytree(tiny_model, tmp_path / "lost")
 

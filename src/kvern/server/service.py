@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvern.api.conversation import ChatBody
 from kvern.api.errors import HttpError
-from kvern.api.fields import CommonFields, check_bounds, check_reported, reported_by
+from kvern.api.fields import CommonFields, check_bounds, check_reported, read_common, reported_by
 from kvern.engine.inputs import Prompt
 from kvern.errors import ConfigError, DeadlineExceeded, shown
 from kvern.observe.metrics import KeyFigures
@@ -71,6 +71,18 @@ class KeyLimits:
         """Counts a request that has ended."""
         _subtract(self._concurrent, key.line, 1)
 
+    @contextlib.contextmanager
+    def waiting(self, key: ApiKey) -> Iterator[None]:
+        """Counts a request that waits for a wake before it begins. Raises HttpError 429 or 403."""
+        check_any(key)
+        if (excess := self.excess(key)) is not None:
+            raise busy(excess[1], excess[2] or 1.0)
+        self._concurrent[key.line] += 1
+        try:
+            yield
+        finally:
+            self.end(key)
+
     def excess(self, key: ApiKey) -> tuple[str, str, float | None] | None:
         """Returns why a key may not begin another request now: a reason, a message, and the seconds to wait if
         known."""
@@ -85,6 +97,18 @@ class KeyLimits:
                 message = f"key {key.name} has made {key.per_minute} requests in the last minute, its limit"
                 return "per_minute", message, wait
         return None
+
+
+def check_any(key: ApiKey) -> None:
+    """Refuses a key that may ask no model at all. Raises HttpError 403."""
+    if 0 in (key.concurrent, key.per_minute):
+        raise HttpError(403, f"key {key.name} may ask no model: its limit of requests is 0")
+
+
+def busy(message: str, seconds: float) -> HttpError:
+    """Returns the refusal of a request that may come again after so many seconds."""
+    retry = max(1, min(LONGEST_RETRY, math.ceil(seconds)))
+    return HttpError(429, f"{message}: try again in {retry} s", headers={"retry-after": str(retry)})
 
 
 class Admission:
@@ -108,8 +132,7 @@ class Admission:
     @contextlib.contextmanager
     def enter(self, key: ApiKey, sequences: int = 0, image_bytes: int = 0) -> Iterator[None]:
         """Admits a request of `sequences` sequences until the block ends. Raises HttpError 429, 403 or 400."""
-        if 0 in (key.concurrent, key.per_minute):
-            raise HttpError(403, f"key {key.name} may ask no model: its limit of requests is 0")
+        check_any(key)
         excess = self._limits.excess(key)
         if excess is not None:
             reason, message, seconds = excess
@@ -171,8 +194,7 @@ class Admission:
 
     def _refusal(self, reason: str, message: str, seconds: float) -> HttpError:
         self._client.refusals.count(reason)
-        retry = max(1, min(LONGEST_RETRY, math.ceil(seconds)))
-        return HttpError(429, f"{message}: try again in {retry} s", headers={"retry-after": str(retry)})
+        return busy(message, seconds)
 
 
 def _subtract(counts: Counter[str], line: str, number: int) -> None:
@@ -377,37 +399,48 @@ class Service:
         message = f"there is no model {shown(model)}: this server has {', '.join(self.names)}"
         raise HttpError(404, message, param="model", code="model_not_found")
 
-    async def model(self, body: Mapping[str, Any]) -> str:
+    async def model(self, body: Mapping[str, Any], key: ApiKey) -> str:
         """Returns the model or adapter that a body names, by default the first model; one of several that was never
         woken is woken.
 
-        Raises HttpError if there is none, or EngineUnavailable if it cannot be woken.
+        Raises HttpError if there is none or the key may not wait for it, EngineUnavailable if it cannot be woken, or
+        DeadlineExceeded.
         """
         model = body.get("model")
         if self.keeper is not None:
             model = self.keeper.residents[0].name if model is None else model
             resident = self.keeper.find(model)
-            if resident is not None:
-                await self.keeper.meet(resident)
+            if resident is not None and resident.client is None:
+                timeout = read_common(body).timeout
+                if len(resident.waiting) >= self.config.max_queue:
+                    raise busy(f"{len(resident.waiting)} requests wait for {resident.name} already", 1.0)
+                with self._limits.waiting(key), self._in_time(resident.name):
+                    async with asyncio.timeout(timeout):
+                        await self.keeper.meet(resident)
         if model is None:
             return self.engines[0].models[0]
         self.engine_of(model)
         return str(model)
 
-    async def wake(self, model: str) -> None:
-        """Waits until a model is awake. Raises EngineUnavailable."""
-        with self.wanted(model):
+    async def wake(self, model: str, key: ApiKey) -> None:
+        """Waits until a model is awake. Raises EngineUnavailable, or HttpError if the key may not wait for it."""
+        with self._limits.waiting(key), self.wanted(model):
             await self._woken(model, None)
 
     async def _woken(self, model: str, deadline: float | None) -> None:
         """Waits until a model that is wanted is awake. Raises EngineUnavailable or DeadlineExceeded."""
         resident = None if self.keeper is None else self.keeper.find(model)
         if self.keeper is not None and resident is not None:
-            try:
+            with self._in_time(model):
                 async with asyncio.timeout_at(deadline):
                     await self.keeper.awake(resident)
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"timeout has passed before {model} was awake: allow more") from error
+
+    @contextlib.contextmanager
+    def _in_time(self, model: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"timeout has passed before {model} was awake: allow more") from error
 
     def entries(self, created: int) -> list[dict[str, object]]:
         """Returns the entries of all names in OpenAI's list of models."""
@@ -474,15 +507,14 @@ class Service:
         news, replicas = asyncio.Event(), engine.client.replicas
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
-            if self.keeper is not None:
-                held.enter_context(self.wanted(ask.model))
-                await self._woken(ask.model, deadline)
             held.enter_context(engine.admission.enter(key, ask.sequences, ask.image_bytes))
+            held.enter_context(self.wanted(ask.model))
             used = UsageCounter(engine.figures, key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))
             held.callback(replicas.abort, generations)
             reported = 0
             with engine.admission.arriving(key, ask.sequences) as arrived:
+                await self._woken(ask.model, deadline)
                 for prompt, params in zip(ask.prompts, ask.params, strict=True):
                     generation = await replicas.submit(
                         prompt,

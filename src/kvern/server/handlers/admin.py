@@ -70,7 +70,7 @@ class AdaptersApi:
         name = typed(body, "lora_name", str, "")
         if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
             raise wrong_value("lora_name", name, f"a name of 1 to {LONGEST_NAME} printable characters")
-        return name, self._service.engine_of(await self._service.model(body)), body
+        return name, self._service.engine_of(await self._service.model(body, request.state.key)), body
 
     def _allowed(self, path: str) -> Path:
         """Returns the folder that a path names, symbolic links followed.
@@ -124,7 +124,7 @@ class EnginesApi:
         if self._service.keeper is not None:
             raise HttpError(409, "a server of several models adds and removes no engines: see data_parallel_size")
         body = await read_object(request)
-        return self._service.engine_of(await self._service.model(body)), body
+        return self._service.engine_of(await self._service.model(body, request.state.key)), body
 
 
 class ModelsApi:
@@ -136,7 +136,7 @@ class ModelsApi:
     async def load(self, request: Request) -> Response:
         """POST /v1/models/{model}/load: the answer comes when the model is awake."""
         _, resident = self._found(request)
-        await until_gone(self._service.wake(resident.name), request.receive)
+        await until_gone(self._service.wake(resident.name, request.state.key), request.receive)
         return self._told(resident)
 
     async def sleep(self, request: Request) -> Response:

@@ -62,7 +62,7 @@ class Completions:
     async def _read(self, body: dict[str, Any], url: str, key: ApiKey) -> tuple[Ask, CompletionWriter, bool]:
         """Returns the request, the writer of its answer, and whether the answer is a stream."""
         merge_extra(body)
-        model = await self._service.model(body)
+        model = await self._service.model(body, key)
         engine, asked = self._service.engine_of(model), read_completion(body, url)
         chat = None
         prompts, params = asked.prompts, asked.params

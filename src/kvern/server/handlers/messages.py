@@ -68,7 +68,7 @@ class MessagesApi:
     async def _read(self, body: dict[str, Any], key: ApiKey) -> "_Asked":
         merge_extra(body)
         service = self._service
-        model = await service.model(body)
+        model = await service.model(body, key)
         asked = read_message(body, service.config.strip_billing_header)
         engine, conversation = service.engine_of(model), asked.conversation
         unused = ignored(body, KNOWN)
@@ -88,7 +88,7 @@ class MessagesApi:
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         body = await read_object(request)
-        engine = self._service.engine_of(await self._service.model(body))
+        engine = self._service.engine_of(await self._service.model(body, request.state.key))
         chat = read_conversation(body, self._service.config.strip_billing_header)
         key, definitions = request.state.key, list(chat.use.definitions) or None
         with engine.admission.enter(key):

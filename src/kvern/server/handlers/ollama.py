@@ -220,7 +220,7 @@ class OllamaApi:
         body = await read_object(request)
         shown, stay = named(body), self._stay(body)
         asked = ollama.read_body(body, url)
-        model = await self._model(body)
+        model = await self._model(body, key)
         headers = ignored_header(ollama.ignored_options(body), ollama.KNOWN)
         with self._service.wanted(model):  # so that `keep_alive` counts from its end
             chat = await self._chat(asked, model, key)
@@ -229,7 +229,7 @@ class OllamaApi:
             if asked.is_empty:
                 ends = stay is not None and stay.seconds == 0
                 if not ends:
-                    await self._service.wake(model)
+                    await self._service.wake(model, key)
                 self._keep(model, stay, key)
                 return json_response(writer.loaded("unload" if ends else "load"), headers=headers)
             prompts: list[Prompt] = [asked.prompt if chat is None else chat.prompt]
@@ -272,7 +272,7 @@ class OllamaApi:
         began, is_old = time.monotonic(), path_of(request.scope).endswith("embeddings")
         body = await read_object(request)
         stay, shown = self._stay(body), named(body)
-        model = await self._model(body)
+        model = await self._model(body, request.state.key)
         client = self._service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
         name = "prompt" if is_old else "input"
@@ -332,7 +332,7 @@ class OllamaApi:
             files, model = await asyncio.to_thread(_outlined, resident.model), str(self._named(body))
             told = entry(model, resident.model.engine.model_names, files)
             return json_response(card_of_files(model, told, files, {}))
-        model = await self._model(body)
+        model = await self._model(body, request.state.key)
         engine = self._service.engine_of(model)
         return json_response(card(model, engine, await _files(engine.client.folder)))
 
@@ -347,9 +347,9 @@ class OllamaApi:
         message = f"{what}: this server has {names} and keeps them; for another model start another: kvern serve MODEL"
         raise HttpError(403, message)
 
-    async def _model(self, body: dict[str, Any]) -> str:
+    async def _model(self, body: dict[str, Any], key: ApiKey) -> str:
         """Returns the model that a body names, with ollama's tag or without. Raises HttpError if there is none."""
-        return await self._service.model({"model": self._named(body)})
+        return await self._service.model({**body, "model": self._named(body)}, key)
 
     def _named(self, body: dict[str, Any]) -> object:
         name = named(body)

@@ -91,7 +91,7 @@ class Responses:
         body = await read_object(request)
         key = request.state.key
         merge_extra(body)
-        model = await self._service.model(body)
+        model = await self._service.model(body, key)
         body["input"] = await with_referred_items(body.get("input"), functools.partial(self._ended, key.name))
         with contextlib.ExitStack() as held:
             conversation = read_conversation_id(body)

@@ -212,7 +212,7 @@ class Scores(WholeAnswers):
     async def answer(self, body: Body, key: ApiKey, has_read: Callable[[], None] = lambda: None) -> Body:
         merge_extra(body)
         service = self._service
-        model = await service.model(body)
+        model = await service.model(body, key)
         if has_pairs(body):
             pairs = read_pairs(body)
             body.clear()
@@ -240,7 +240,7 @@ class Rerank(WholeAnswers):
 
     async def answer(self, body: Body, key: ApiKey, has_read: Callable[[], None] = lambda: None) -> Body:
         merge_extra(body)
-        model, wanted = await self._service.model(body), text_pairs.read_rerank(body)
+        model, wanted = await self._service.model(body, key), text_pairs.read_rerank(body)
         body.clear()
         has_read()
         return text_pairs.rerank_answer(wanted, await self._relevance.of(wanted.asked, model, key), model)

@@ -36,7 +36,7 @@ class Tokens:
         A text in `content` is llama.cpp's form: special tokens are added only with `add_special`.
         """
         body = await read_object(request)
-        engine = self._service.engine_of(await self._service.model(body))
+        engine = self._service.engine_of(await self._service.model(body, request.state.key))
         inputs = engine.client.inputs
         continued = typed(body, "continue_final_message", bool, False)
         variables, tools = (
@@ -69,7 +69,7 @@ class Tokens:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize: `tokens`."""
         body = await read_object(request)
-        engine = self._service.engine_of(await self._service.model(body))
+        engine = self._service.engine_of(await self._service.model(body, request.state.key))
         tokens = typed(body, "tokens", list, None)
         if tokens is None:
             raise HttpError(400, "tokens is missing: send a list of token ids", param="tokens")

@@ -59,7 +59,7 @@ class Embeddings(WholeAnswers):
     async def answer(self, body: Body, key: ApiKey, has_read: Callable[[], None] = lambda: None) -> Body:
         merge_extra(body)
         service = self._service
-        model = await service.model(body)
+        model = await service.model(body, key)
         client = service.engine_of(model).client
         check_embeds(client.inputs.model, client.folder, model)
         facts = client.inputs.model
