@@ -53,12 +53,16 @@ class SortedList(WaitingQueue):
         firsts: dict[tuple[bool, str], Request] = {}
         for item in left:
             firsts.setdefault((item.adapter is not None, item.owner), item)
+        heads = (item for (uses, _), item in firsts.items() if adapters or not uses)
+        return min(heads, key=self.before, default=None)
 
-        def before(item: Request) -> tuple[object, ...]:
-            order = self.orders[item]
-            return *order[:2], *self.running.share(item), *order[2:]
+    def first(self, count: int) -> list[Request]:
+        ready = [item for item in self.orders if item in self.requests and item not in self.passed]
+        return sorted(ready, key=self.before)[:count]
 
-        return min((item for (uses, _), item in firsts.items() if adapters or not uses), key=before, default=None)
+    def before(self, item: Request) -> tuple[object, ...]:
+        order = self.orders[item]
+        return *order[:2], *self.running.share(item), *order[2:]
 
     def has_owners(self, owners: Iterable[str]) -> bool:
         return len({*owners, *(item.owner for item in self.requests)}) > 1
