@@ -18,7 +18,9 @@ from kvern.residency.policy import Terms
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.keys import KeyRing
+from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
+from kvern.serving.link import EngineLink
 from tests.support.encoders import make_encoder
 from tests.support.peft_adapters import make_adapter
 from tests.support.served import PATIENCE
@@ -190,8 +192,16 @@ def test_a_generative_model_an_embedder_and_an_adapter_side_by_side(tiny_model: 
     asyncio.run(run())
 
 
-def test_what_an_engine_has_begun_goes_on_after_a_rest() -> None:
-    """Requests are preempted: they get the tokens that they would have got."""
+def test_what_an_engine_has_begun_goes_on_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are preempted: they get the tokens that they would have got, from an engine that may not be smaller."""
+    started: list[EngineConfig] = []
+    start = EngineLink.start
+
+    async def noted(config: EngineConfig, process: EngineProcess, arena: str | None = None) -> EngineLink:
+        started.append(config)
+        return await start(config, process, arena)
+
+    monkeypatch.setattr(EngineLink, "start", noted)
     params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
 
     async def run() -> None:
@@ -211,6 +221,10 @@ def test_what_an_engine_has_begun_goes_on_after_a_rest() -> None:
             expected = await tokens(rest=False)
             assert await tokens(rest=True) == expected
             assert await tokens(rest=False) == expected
+            first, later = started
+            ready = client.replicas.ready
+            assert first.max_model_len is None and later.max_model_len == ready.max_model_len
+            assert later.max_batch_requests == ready.max_batch_requests
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ launch --> listen --> death --> owner learns of it --> launch ...
 """
 
 import asyncio
+import dataclasses
 import logging
 import signal
 import time
@@ -128,7 +129,15 @@ class Supervisor:
         self._task = asyncio.create_task(self._forever())
 
     async def rest(self) -> None:
-        """End the engine until `start` is called again. The owner keeps its requests."""
+        """End the engine until `start` is called again. The owner keeps its requests.
+
+        The next one takes requests as long as this one did, and as many, or does not start.
+        """
+        if self._link is not None:
+            ready = self._link.ready
+            self._config = dataclasses.replace(
+                self._config, max_model_len=ready.max_model_len, max_batch_requests=ready.max_batch_requests
+            )
         self.available.clear()
         self._fruitless = 0
         await self._end()
