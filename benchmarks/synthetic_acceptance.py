@@ -34,6 +34,7 @@ class SyntheticDrafter:
 
     def __init__(self, drafter: Drafter, runner: DeviceRunner, accuracy: float) -> None:
         self._drafter, self._rows = drafter, runner._rows
+        self.caches = drafter.caches
         self.reads_hidden, self.inputs = drafter.reads_hidden, drafter.inputs
         dice = torch.rand(runner._rows.tokens.shape, generator=torch.Generator().manual_seed(0))
         self._drafts = torch.where(dice < accuracy, RIGHT, WRONG).int().to(runner._rows.device)
