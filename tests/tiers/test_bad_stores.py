@@ -120,5 +120,4 @@ def test_a_store_ends_with_its_engine(tiny_model: Path, store: MemoryStore) -> N
     with LLM(tiny_model, **OPTIONS) as llm:
         answer(llm, PROMPT)
     del llm
-    gc.collect()
-    eventually(lambda: "close" in store.calls)
+    eventually(lambda: gc.collect() >= 0 and "close" in store.calls)  # a thread may have held it a moment ago
