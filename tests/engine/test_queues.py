@@ -20,13 +20,17 @@ CROWD = 2000
 
 
 class SortedList(WaitingQueue):
-    """Sorts all at each step, and asks everybody anew after each admission."""
+    """Sorts all whenever it is asked, and asks everybody anew after each admission.
+
+    Keys are computed anew when the queue's are: at `refresh`, and for a request that comes, ages or is woken.
+    """
 
     def __init__(self, policy: Policy, cache: KVCacheManager, running: RunningRequests, aging_steps: int) -> None:
         self.requests: list[Request] = []
         self.arrivals = itertools.count()
         self.orders: dict[Request, Order] = {}
         self.passed: list[Request] = []
+        self.causes: dict[Request, Cause] = {}
         self.policy, self.cache, self.running, self.aging_steps = policy, cache, running, aging_steps
 
     def __len__(self) -> int:
@@ -43,22 +47,29 @@ class SortedList(WaitingQueue):
         if request.queue.arrival < 0:
             request.queue.arrival = next(self.arrivals)
         self.requests.append(request)
+        self.look_at(request)
 
     def remove(self, request: Request) -> None:
         self.requests.remove(request)
+        self.causes.pop(request, None)
         self.passed.clear()
 
+    def look_at(self, request: Request) -> None:
+        self.orders[request] = self.policy.order(request, self.cache)
+
+    def ready(self) -> list[Request]:
+        left = (item for item in self.requests if item not in self.passed)
+        return sorted(left, key=self.orders.__getitem__)
+
     def best(self, adapters: bool = True) -> Request | None:
-        left = [item for item in self.orders if item in self.requests and item not in self.passed]
         firsts: dict[tuple[bool, str], Request] = {}
-        for item in left:
+        for item in self.ready():
             firsts.setdefault((item.adapter is not None, item.owner), item)
         heads = (item for (uses, _), item in firsts.items() if adapters or not uses)
         return min(heads, key=self.before, default=None)
 
     def first(self, count: int) -> list[Request]:
-        ready = [item for item in self.orders if item in self.requests and item not in self.passed]
-        return sorted(ready, key=self.before)[:count]
+        return sorted((item for item in self.ready() if item not in self.causes), key=self.before)[:count]
 
     def before(self, item: Request) -> tuple[object, ...]:
         order = self.orders[item]
@@ -69,22 +80,30 @@ class SortedList(WaitingQueue):
 
     def park(self, request: Request, cause: Cause) -> None:
         self.passed.append(request)
+        self.causes.setdefault(request, cause)
 
     def wake(self, cause: Cause) -> None:
-        pass
+        for request in [item for item, its_cause in self.causes.items() if its_cause == cause]:
+            del self.causes[request]
+            self.passed = [item for item in self.passed if item is not request]
+            self.look_at(request)
 
     def wake_all(self) -> None:
-        pass
+        for cause in list(self.causes.values()):
+            self.wake(cause)
 
     def age(self, step: int) -> None:
         self.passed.clear()
         for request in self.requests:
-            waited = step - request.queue.waiting_since
-            request.queue.aged = request.queue.aged or (self.policy.ages and waited >= self.aging_steps)
+            if self.policy.ages and not request.queue.aged:
+                request.queue.aged = step - request.queue.waiting_since >= self.aging_steps
+                if request.queue.aged:
+                    self.look_at(request)
 
     def refresh(self) -> None:
-        orders = {request: self.policy.order(request, self.cache) for request in self.requests}
-        self.orders = dict(sorted(orders.items(), key=lambda item: item[1]))
+        if not self.policy.fixed:
+            for request in self.requests:
+                self.look_at(request)
 
     def check_integrity(self, cause: Callable[[Request], Cause | None]) -> None:
         pass

@@ -1,5 +1,6 @@
 """The store on Mooncake, with a real master over TCP: empty and full pools, owners and masters that stop and die."""
 
+import importlib
 import itertools
 import signal
 import sys
@@ -10,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvern.errors import ConfigError
-from kvern.tiers import mooncake
 from kvern.tiers.store import Identity, Store, make_store
 from tests.support.mooncake_master import Master, mooncake_master, needs_mooncake
 from tests.support.page_stores import IDENTITY, get, has, opened, put, writer
@@ -140,6 +140,7 @@ def test_a_master_that_is_stopped_at_the_start(
 ) -> None:
     """The library is not asked to connect, since no thread of this process would run for minutes."""
     connected: list[object] = []
+    mooncake = importlib.import_module("kvern.tiers.mooncake")  # cannot be imported where the library is not installed
     library = mooncake.MooncakeDistributedStore
     monkeypatch.setattr(mooncake, "MooncakeDistributedStore", lambda: connected.append(1) or library())
     with monkeypatch.context() as patched:

@@ -266,11 +266,17 @@ class WaitingQueue:
         return min(heads, key=self._before)[-1] if heads else None
 
     def first(self, count: int) -> list[Request]:
-        """The first of those that are ready, about `count` of each owner, the best first."""
+        """The first of those that are ready, the best first."""
         heads: list[Entry] = []
         for heap in self._heaps.values():
-            near = heap[: 2**count]  # the first are never behind these
-            heads += [entry for entry in near if self._entries.get(entry[-1]) is entry]
+            near: list[Entry] = []
+            while heap and len(near) < count:
+                entry = heapq.heappop(heap)
+                if self._entries.get(entry[-1]) is entry:
+                    near.append(entry)
+            for entry in near:
+                heapq.heappush(heap, entry)
+            heads += near
         return [entry[-1] for entry in heapq.nsmallest(count, heads, key=self._before)]
 
     def _before(self, entry: Entry) -> tuple[float, ...]:

@@ -308,11 +308,13 @@ class Scheduler:
             self.waiting.refresh()
         while budget.tokens > 0 and looks:
             request = self.waiting.best(adapters_free)
-            if request is None or (new_owners and not self.shares.is_new(request)):
+            if request is None:
                 break
             if (cause := self._cause(request)) is not None:
                 self.waiting.park(request, cause)
                 continue
+            if new_owners and not self.shares.is_new(request):
+                break
             if request.adapter is not None and not self.adapters.fits(request.adapter):
                 self.shares.lacks(Lacking(request, adapter=True))
                 adapters_free = False
