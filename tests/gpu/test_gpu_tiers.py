@@ -41,8 +41,8 @@ def make_group(heads: int = 4, width: int = 64) -> HeadGroup:
     return HeadGroup(0, caches, [bytes([head]) for head in range(heads)], True, 3 * 2 * 16 * width * 2)
 
 
-def name_of(page: int, head: int) -> bytes:
-    return bytes([page, head]) + bytes(30)
+def piece_of(page: int, at: Any) -> Piece:
+    return Piece(bytes([page]) * 32, at, 64, head_count=4)
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ def shelf(mover: DeviceMover) -> Shelf:
 def save(shelf: Shelf, mover: DeviceMover, group: HeadGroup, tables: list[list[int]]) -> None:
     pages = mover.pack(group, tables)
     assert len(pages) == len(tables)
-    shelf.save([Piece(name_of(page, head), at, 64) for page, of in enumerate(pages) for head, at in enumerate(of)])
+    shelf.save([piece_of(page, at) for page, at in enumerate(pages)])
 
 
 def load(shelf: Shelf, mover: DeviceMover, group: HeadGroup, tables: list[list[int]]) -> list[tuple[int, int]]:
     pages = mover.places(group, tables)
-    wanted = [[Piece(name_of(page, head), at, 64) for head, at in enumerate(of)] for page, of in enumerate(pages)]
+    wanted = [[piece_of(page, at)] for page, at in enumerate(pages)]
     shelf.load(1, wanted)
     found: list[tuple[int, int]] = []
 
@@ -97,11 +97,10 @@ def test_pages_are_those_of_the_cpu_and_come_back_to_other_blocks(
         cache.zero_()
     eventually(lambda: shelf.is_quiet)
     store = shelf.stores[0].store
-    for page, of in enumerate(expected):
-        for head, right in enumerate(of):
-            place = memoryview(bytearray(len(right.bytes)))
-            assert store.get([name_of(page, head)], [place]) == [True]
-            assert place[HEADER_BYTES:] == right.bytes[HEADER_BYTES:]
+    for page, right in enumerate(expected):
+        place = memoryview(bytearray(len(right)))
+        assert store.get([bytes([page]) * 32], [place]) == [True]
+        assert place[HEADER_BYTES:] == right.bytes[HEADER_BYTES:]
     targets = [[10, 11, -1, 13], [14, 15, 16, 17]]
     assert load(shelf, mover, group, targets) == [(1, 2)]
     for cache, old in zip(group.caches, before, strict=True):
@@ -117,9 +116,9 @@ def test_a_flipped_bit_is_a_miss(shelf: Shelf, mover: DeviceMover, group: HeadGr
     save(shelf, mover, group, [[1, 2, 3, 4], [5, 6, 7, 8]])
     eventually(lambda: shelf.is_quiet)
     store: Any = shelf.stores[0].store
-    size = HEADER_BYTES + PAGE * group.block_bytes
+    size = HEADER_BYTES + 4 * PAGE * group.block_bytes
     for place in (3, 40, HEADER_BYTES + 1000, size - 1):
-        [lent] = store.lend([name_of(1, 2)], [size])
+        [lent] = store.lend([bytes([1]) * 32], [size])
         lent.parts[0][place] ^= 16
         store.give_back([lent])
         assert load(shelf, mover, group, [[20, 21, 22, 23], [24, 25, 26, 27]]) == [(1, 1)]
@@ -138,8 +137,7 @@ def test_what_comes_too_late_is_not_behind_what_later_steps_write(
     eventually(lambda: shelf.is_quiet)
     for _ in range(20):
         pages = mover.places(group, tables)
-        wanted = [[Piece(name_of(page, head), at) for head, at in enumerate(of)] for page, of in enumerate(pages)]
-        shelf.load(2, wanted)
+        shelf.load(2, [[piece_of(page, at)] for page, at in enumerate(pages)])
         shelf.abandon()
         mover.settle([], has_others=True)
         for cache in group.caches:

@@ -9,7 +9,6 @@ import torch
 from kvern.kernels.page_copy import FIRST, SECOND, STEP, PageTable, page_copy
 from kvern.runner.device_page_mover import rows_of_heads
 from kvern.runner.page_mover import HeadGroup, TorchMover
-from kvern.tiers.pages import HEADER_BYTES
 
 BLOCKS, BLOCK = 9, 4
 CACHES = {
@@ -57,8 +56,7 @@ def group_of(kind: str, device: torch.device) -> HeadGroup:
 def packed(group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[bytes]:
     """What the mover of CPUs packs: payloads by table and head."""
     on_host = HeadGroup(0, [cache.cpu() for cache in group.caches], group.kinds, True, group.block_bytes)
-    pages = TorchMover([on_host]).pack(on_host, tables)
-    return [bytes(page.bytes[HEADER_BYTES:]) for heads in pages for page in heads]
+    return [head.numpy().tobytes() for page in TorchMover([on_host]).pack(on_host, tables) for head in page.payloads]
 
 
 def moved(

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 
-from kvern.tiers.page_memory import Copies, HostPages, Parts, Piece
+from kvern.tiers.page_memory import Copies, HostPages, PageName, Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES, seal
 from kvern.tiers.shelf import Shelf
 from tests.support.served import eventually
@@ -80,7 +80,7 @@ class _PromptCopies:
     def is_done(self) -> bool:
         return self._memory.is_done
 
-    def sums(self) -> list[int]:
+    def sums(self) -> list[list[int]]:
         assert self._memory.is_done, "somebody waits"
         return self._copies.sums()
 
@@ -103,6 +103,11 @@ SIZE = 512
 
 def name_of(number: int) -> bytes:
     return number.to_bytes(32, "little")
+
+
+def known(number: int) -> PageName:
+    """The names of a page of one head."""
+    return PageName(name_of(number), name_of(number))
 
 
 def pieces(*numbers: int) -> list[Piece]:

@@ -130,7 +130,7 @@ def test_cells_that_a_gpu_copies_from_are_whole_pages_of_memory() -> None:
     assert {address % mmap.PAGESIZE for address in addresses} == {0}
     assert [right - left for left, right in pairwise(addresses)] == [len(part) for part in parts[:-1]]
     [lent] = again.lend([page_name(30)], [20_000])
-    assert lent is not None and [len(part) for part in lent.parts] == [8192, 8192, 3616]
+    assert lent is not None and [len(part) for part in lent.parts] == [16384, 3616]
     assert any(lent.parts[0].obj is part.obj for part in parts)
     again.give_back([lent])
 

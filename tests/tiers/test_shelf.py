@@ -12,7 +12,7 @@ from kvern.tiers.shelf import Shelf
 from kvern.tiers.shelved import Names
 from kvern.tiers.store import Store
 from tests.support.served import eventually
-from tests.support.stores import SIZE, Clock, MemoryStore, PromptPages, fill, keep, load, name_of, pieces
+from tests.support.stores import SIZE, Clock, MemoryStore, PromptPages, fill, keep, known, load, name_of, pieces
 
 
 def shelf_of(*stores: Store) -> tuple[Shelf, Clock]:
@@ -51,7 +51,7 @@ def test_lies_are_misses(lies: str, came: int, corrupt: int) -> None:
     assert found.failures == (lies == "short")
     if corrupt:
         store.lies = ""
-        assert shelf.find(name_of(1)) is None or lies == "has", "a page that was not right is asked for again"
+        assert shelf.find(known(1)) is None or lies == "has", "a page that was not right is asked for again"
 
 
 def test_a_page_that_was_not_kept_is_a_miss() -> None:
@@ -102,7 +102,7 @@ def test_a_store_that_hangs_is_late() -> None:
     shelf, clock = shelf_of(store)
     keep(store, 1)
     store.waits = {"get"}
-    price = shelf.seconds([(name_of(1), 1000)])
+    price = shelf.seconds([(known(1), 1000)])
     for number in range(3):
         wanted = pieces(1)
         shelf.load(number, [wanted])
@@ -231,7 +231,7 @@ def test_a_page_of_which_a_piece_is_missing_is_saved_again() -> None:
     keep(store, 1)
     shelf.load(1, [pieces(1, 2)])
     eventually(lambda: shelf.ended() == [(1, 0)])
-    assert shelf.wants([name_of(1)]), "nobody would ever write the other piece"
+    assert shelf.wants([known(1)]), "nobody would ever write the other piece"
     fill(shelf, 1, 2)
     shelf.load(2, [pieces(1, 2)])
     eventually(lambda: shelf.ended() == [(2, 1)])
@@ -260,7 +260,7 @@ def test_what_a_device_has_not_copied_yet_is_not_late() -> None:
     store, memory, clock = MemoryStore(), PromptPages(), Clock()
     shelf = Shelf({"far": store}, clock, memory)
     keep(store, 1, 2)
-    price = shelf.seconds([(name_of(1), 1000)])
+    price = shelf.seconds([(known(1), 1000)])
     store.waits = {"get"}
     shelf.load(1, [[piece] for piece in pieces(1, 2)])
     eventually(lambda: "get" in store.calls)
@@ -274,7 +274,7 @@ def test_what_a_device_has_not_copied_yet_is_not_late() -> None:
     found = shelf.figures()["far"]
     assert (found.hit_tokens, found.late_tokens, found.failures) == (128, 0, 0)
     assert found.read_seconds == pytest.approx(0.301), "the store's time, and the copies'"
-    assert shelf.seconds([(name_of(1), 1000)]) > price
+    assert shelf.seconds([(known(1), 1000)]) > price
     shelf.close()
 
 
@@ -293,7 +293,7 @@ def test_each_store_gets_what_is_saved() -> None:
     stores = [MemoryStore(), MemoryStore(is_local=False), HostStore(1 << 20)]
     shelf, _ = shelf_of(*stores)
     fill(shelf, 1, 2)
-    assert shelf.wants([name_of(3)]) and not shelf.wants([name_of(1)])
+    assert shelf.wants([known(3)]) and not shelf.wants([known(1)])
     assert [found.stored_tokens for found in shelf.figures().values()] == [128] * 3
 
 
@@ -325,18 +325,18 @@ def test_distant_stores_are_asked_at_arrival() -> None:
     store = MemoryStore(is_local=False)
     shelf, clock = shelf_of(store)
     keep(store, 1, 2)
-    assert shelf.find(name_of(1)) is None
+    assert shelf.find(known(1)) is None
     store.waits = {"has"}
-    question = shelf.ask([name_of(1), name_of(2), name_of(3)])
+    question = shelf.ask([known(1), known(2), known(3)])
     assert question is not None and not shelf.answered(question)
     store.go.set()
     eventually(lambda: shelf.answered(question))
     assert load(shelf, 1, 2, 3) == 2
     store.pages.clear()
     assert load(shelf, 1, 2, number=2) == 0, "what it said is out of date"
-    assert shelf.find(name_of(1)) is None
+    assert shelf.find(known(1)) is None
     store.go.clear()
-    question = shelf.ask([name_of(1)])
+    question = shelf.ask([known(1)])
     assert question is not None and not shelf.answered(question)
     clock.now += 10
     assert shelf.answered(question), "nobody waits for ever"
@@ -349,7 +349,7 @@ def test_a_distant_store_has_the_time_that_its_answers_take() -> None:
     store.waits = {"has"}
     for number in range(20):
         store.go.clear()
-        question = shelf.ask([name_of(number)])
+        question = shelf.ask([known(number)])
         assert question is not None
         eventually(lambda number=number: len(store.calls) == number + 1)  # type: ignore[misc]
         clock.now += 0.06
@@ -358,7 +358,7 @@ def test_a_distant_store_has_the_time_that_its_answers_take() -> None:
         eventually(lambda question=question: shelf.answered(question))  # type: ignore[misc]
     assert shelf.figures()["store-0"].failures == 0
     store.go.clear()
-    question = shelf.ask([name_of(1)])
+    question = shelf.ask([known(1)])
     assert question is not None
     clock.now += 0.15
     assert shelf.answered(question), "as long as it mostly takes, and a half"
@@ -367,7 +367,7 @@ def test_a_distant_store_has_the_time_that_its_answers_take() -> None:
 
 def test_stores_that_are_near_are_not_asked() -> None:
     shelf, _ = shelf_of(MemoryStore())
-    assert shelf.ask([name_of(1)]) is None
+    assert shelf.ask([known(1)]) is None
 
 
 def test_a_price_follows_what_transfers_take_and_forgets() -> None:

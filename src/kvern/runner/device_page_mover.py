@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, groupby
 from typing import Any
 
@@ -50,21 +51,34 @@ logger = logging.getLogger("kvern")
 
 @dataclass(frozen=True, eq=False)
 class _Kind:
-    """The pages of a group of heads: the rows of one head, its blocks, and bytes.
+    """The pieces of a group of heads, by its number: the rows of one head, and its blocks.
 
-    `size`: of a page with its header; `padded`: what a payload takes on the device.
+    `payload`: the bytes of a head; `padded`: what these take where heads follow each other.
     """
 
+    number: int
     group: HeadGroup
     rows: list[Rows]
     page_blocks: int
-    size: int
+    payload: int
     padded: int
+
+    @cached_property
+    def heads(self) -> int:
+        return len(self.group.kinds)
+
+    @cached_property
+    def size(self) -> int:
+        """The bytes of the payloads of a piece."""
+        return self.payload if self.heads == 1 else self.heads * self.padded
 
 
 @dataclass(eq=False)
 class _Region:
-    """Packed pages in the ring, the event behind which they are there, and how many are still needed."""
+    """Packed pieces in the ring, the event behind which they are there, and how many are still needed.
+
+    `sums`: of all heads, int64 [pieces * heads].
+    """
 
     start: int
     kind: _Kind
@@ -75,26 +89,44 @@ class _Region:
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """One page in the ring: page `number` of its region."""
+    """Piece `number` of a region of the ring."""
 
     region: _Region
     number: int
 
     def __len__(self) -> int:
-        return self.region.kind.size
+        return HEADER_BYTES + self.region.kind.size
+
+    def head(self, number: int) -> "_Head":
+        """See `Place`."""
+        return _Head(self.region.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """A head of a packed piece, which is copied with it."""
+
+    kind: _Kind
+
+    def __len__(self) -> int:
+        return HEADER_BYTES + self.kind.payload
 
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """The place of one head's page, which is unpacked once the steps before the load have ended."""
+    """The place of some heads of a piece, which are unpacked once the steps before the load have ended."""
 
     kind: _Kind
-    head: int
+    heads: range
     blocks: Sequence[int]
     began: torch.cuda.Event
 
     def __len__(self) -> int:
-        return self.kind.size
+        return HEADER_BYTES + (self.kind.size if len(self.heads) > 1 else self.kind.payload)
+
+    def head(self, number: int) -> "_Target":
+        """See `Place`."""
+        return _Target(self.kind, self.heads[number : number + 1], self.blocks, self.began)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +144,11 @@ class _Copies:
     def __init__(
         self,
         sums: torch.Tensor,
-        numbers: Sequence[int],
+        numbers: Sequence[range],
         events: tuple[torch.cuda.Event, torch.cuda.Event],
         places: Sequence[Parts],
     ) -> None:
-        """`sums`: on the host, after the second event, with each page's at its number. `places`: what is copied."""
+        """`sums`: on the host after the second event, with those of a piece at its numbers. `places`: of copies."""
         self._sums = sums
         self._numbers = numbers
         self._events = events
@@ -125,10 +157,10 @@ class _Copies:
     def is_done(self) -> bool:
         return bool(self._events[1].query())  # type: ignore[no-untyped-call]
 
-    def sums(self) -> list[int]:
+    def sums(self) -> list[list[int]]:
         self._events[1].synchronize()
-        found = self._sums.tolist()
-        return [found[number] & MASK for number in self._numbers]
+        found = [total & MASK for total in self._sums.tolist()]
+        return [found[numbers.start : numbers.stop] for numbers in self._numbers]
 
     def seconds(self) -> float | None:
         return float(self._events[0].elapsed_time(self._events[1])) / 1000
@@ -136,7 +168,7 @@ class _Copies:
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """The tables of some pages on the device; `offsets` are the places of their blocks."""
+    """The tables of some heads' pages on the device; `offsets` are the places of their blocks."""
 
     heads: torch.Tensor
     blocks: torch.Tensor
@@ -144,7 +176,7 @@ class _Table:
     starts: torch.Tensor
 
     def of(self, first: int, count: int, kind: _Kind) -> PageTable:
-        """The tables of some pages of one kind."""
+        """The tables of some of them, of one kind."""
         last = first + count
         blocks = self.blocks[self.offsets[first] : self.offsets[last]].view(count, kind.page_blocks)
         return PageTable(self.heads[first:last], blocks, self.starts[first:last])
@@ -193,18 +225,20 @@ class DeviceMover:
         """`page_blocks`: the blocks of a page of each group. `most_packed`: the bytes of the pages of a large step."""
         self.groups = groups
         kinds = []
-        for group, count in zip(groups, page_blocks, strict=True):
+        for number, (group, count) in enumerate(zip(groups, page_blocks, strict=True)):
             payload = count * group.block_bytes
             rows = rows_of_heads(group.caches, count)
-            kinds.append(_Kind(group, rows, count, HEADER_BYTES + payload, _aligned(payload, 16)))
+            kinds.append(_Kind(number, group, rows, count, payload, _aligned(payload, 16)))
         self._kinds = {id(kind.group): kind for kind in kinds}
         self._device = groups[0].caches[0].device
-        self.cell: int | None = max(SMALLEST_CELL, _aligned(min(kind.size for kind in kinds), mmap.PAGESIZE))
-        self.room = max(most_packed, *(len(kind.group.kinds) * kind.padded for kind in kinds))
+        self.cell: int | None = max(
+            SMALLEST_CELL, _aligned(HEADER_BYTES + min(kind.size for kind in kinds), mmap.PAGESIZE)
+        )
+        self.room = max(most_packed, *(kind.heads * kind.padded for kind in kinds))
         self._ring = Ring(self.room)
         self._memory = torch.empty(_aligned(self.room, 16), dtype=torch.uint8, device=self._device)
         self._out: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stage = max(STAGE_BYTES, *(kind.padded for kind in kinds))
+        stage = max(STAGE_BYTES, *(kind.heads * kind.padded for kind in kinds))
         self._stages: list[_Stage] = []
         """The last one is the steps' thread's."""
         for _ in range(STAGES):
@@ -229,10 +263,10 @@ class DeviceMover:
         """See `PageMover`. It goes on in the background, some gigabytes a second; the store has what is pinned."""
         weakref.finalize(self, _Pins(store, self._device).end)
 
-    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Packed]]:
+    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[_Packed]:
         """See `PageMover`."""
         kind = self._kinds[id(group)]
-        start = self._ring.take(len(tables) * len(group.kinds) * kind.padded) if tables else None
+        start = self._ring.take(len(tables) * kind.heads * kind.padded) if tables else None
         if start is None:
             return []
         try:
@@ -243,23 +277,21 @@ class DeviceMover:
             self._ring.give_back(start)
             return []
 
-    def _packed(self, kind: _Kind, tables: Sequence[Sequence[int]], start: int) -> list[Sequence[_Packed]]:
-        """Pack pages to a region of the ring."""
-        heads = len(kind.group.kinds)
-        count = len(tables) * heads
-        starts = [start + place * kind.padded for place in range(count)]
+    def _packed(self, kind: _Kind, tables: Sequence[Sequence[int]], start: int) -> Sequence[_Packed]:
+        """Pack pieces to a region of the ring."""
+        count = len(tables) * kind.heads
+        starts = range(start, start + count * kind.padded, kind.padded)
         sums = torch.zeros(count, dtype=torch.int64, device=self._device)
-        blocks = [table for table in tables for _ in range(heads)]
-        table = self._table([*range(heads)] * len(tables), blocks, starts, [kind] * count).of(0, count, kind)
+        blocks = [table for table in tables for _ in range(kind.heads)]
+        table = self._table([*range(kind.heads)] * len(tables), blocks, starts, [kind] * count).of(0, count, kind)
         page_copy(self._memory, kind.rows, table, sums, True)
-        region = _Region(start, kind, self._event(), sums, count)
-        pages = [_Packed(region, place) for place in range(count)]
-        return [pages[first : first + heads] for first in range(0, count, heads)]
+        region = _Region(start, kind, self._event(), sums, len(tables))
+        return [_Packed(region, number) for number in range(len(tables))]
 
-    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Target]]:
+    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[_Target]:
         """See `PageMover`."""
         kind, began = self._kinds[id(group)], self._event()
-        return [[_Target(kind, head, blocks, began) for head in range(len(group.kinds))] for blocks in tables]
+        return [_Target(kind, range(kind.heads), blocks, began) for blocks in tables]
 
     def settle(self, places: Sequence[Any], has_others: bool) -> None:
         """See `PageMover`."""
@@ -276,7 +308,9 @@ class DeviceMover:
         """See `PageMemory`. It copies at the speed of the bus, with the copy engine."""
         packed: list[_Packed] = [piece.at for piece in pieces]
         base = self._memory.data_ptr()
-        starts = [base + page.region.start + page.number * page.region.kind.padded for page in packed]
+        starts = [
+            base + page.region.start + page.number * page.region.kind.heads * page.region.kind.padded for page in packed
+        ]
         with torch.cuda.device(self._device), torch.cuda.stream(self._out):
             regions = [*dict.fromkeys(page.region for page in packed)]
             for region in regions:
@@ -289,7 +323,9 @@ class DeviceMover:
             except BaseException:
                 self._out.synchronize()  # the places may be used again now
                 raise
-            numbers = [first[page.region] + page.number for page in packed]
+            heads = [page.region.kind.heads for page in packed]
+            begins = [first[page.region] + page.number * count for page, count in zip(packed, heads, strict=True)]
+            numbers = [range(begin, begin + count) for begin, count in zip(begins, heads, strict=True)]
             return _Copies(sums, numbers, (began, self._event(timed=True)), places)
 
     def forget(self, pieces: Sequence[Piece]) -> None:
@@ -310,41 +346,57 @@ class DeviceMover:
                 stage.stream.wait_event(event)
             began = self._event(timed=True)
             try:
-                sums = fetch(self._unpack(stage, pieces, places))
+                sums, numbers = self._unpack(stage, [piece.at for piece in pieces], places)
+                found = fetch(sums)
             except BaseException:
                 stage.stream.synchronize()  # the places, and the blocks, may be used again now
                 raise
-            return _Copies(sums, range(len(pieces)), (began, self._event(timed=True)), places)
+            return _Copies(found, numbers, (began, self._event(timed=True)), places)
 
-    def _unpack(self, stage: _Stage, pieces: Sequence[Piece], places: Sequence[Parts]) -> torch.Tensor:
-        """Copy pages to the stage and unpack them, as many at once as it holds. Returns their sums int64 [P]."""
-        targets: list[_Target] = [piece.at for piece in pieces]
+    def _unpack(
+        self, stage: _Stage, targets: Sequence[_Target], places: Sequence[Parts]
+    ) -> tuple[torch.Tensor, Sequence[range]]:
+        """Copy pieces to the stage and unpack them, as many at once as it holds.
+
+        Returns the sums of all heads, int64, and which of them are each piece's.
+        """
         batches: list[list[int]] = []
-        starts = []
+        heads: list[int] = []
+        blocks: list[Sequence[int]] = []
+        starts: list[int] = []
+        kinds: list[_Kind] = []
+        numbers = [range(0)] * len(targets)
         end = len(stage.memory) + 1
-        for place, target in enumerate(targets):
-            if end + target.kind.padded > len(stage.memory):
+        for place in sorted(range(len(targets)), key=lambda place: targets[place].kind.number):
+            target = targets[place]
+            count, size = len(target.heads), len(target.heads) * target.kind.padded
+            if end + size > len(stage.memory):
                 batches.append([])
                 end = 0
             batches[-1].append(place)
-            starts.append(end)
-            end += target.kind.padded
-        heads = [target.head for target in targets]
-        table = self._table(heads, [target.blocks for target in targets], starts, [target.kind for target in targets])
-        sums = torch.zeros(len(pieces), dtype=torch.int64, device=self._device)
-        first = stage.memory.data_ptr()
+            numbers[place] = range(len(heads), len(heads) + count)
+            heads += target.heads
+            blocks += [target.blocks] * count
+            starts += range(end, end + size, target.kind.padded)
+            kinds += [target.kind] * count
+            end += size
+        table = self._table(heads, blocks, starts, kinds)
+        sums = torch.zeros(len(heads), dtype=torch.int64, device=self._device)
+        memory = stage.memory.data_ptr()
         for batch in batches:
-            copy_payloads([(places[place], first + starts[place]) for place in batch], stage.stream, to_host=False)
+            pages = [(places[place], memory + starts[numbers[place].start]) for place in batch]
+            copy_payloads(pages, stage.stream, to_host=False)
             for kind, of_kind in groupby(batch, lambda place: targets[place].kind):
-                run = [*of_kind]
-                page_copy(stage.memory, kind.rows, table.of(run[0], len(run), kind), sums[run[0] :], packs=False)
+                run = [numbers[place] for place in of_kind]
+                first, count = run[0].start, run[-1].stop - run[0].start
+                page_copy(stage.memory, kind.rows, table.of(first, count, kind), sums[first:], packs=False)
         self._written[stage] = self._event()
-        return sums
+        return sums, numbers
 
     def _table(
         self, heads: list[int], blocks: Sequence[Sequence[int]], starts: Sequence[int], kinds: Sequence[_Kind]
     ) -> "_Table":
-        """Uploads what the kernels need of pages, of which each has its kind."""
+        """Uploads what the kernels need of the pages of heads, of which each has its kind."""
         words = [start // kind.rows[0].dtype.itemsize for start, kind in zip(starts, kinds, strict=True)]
         return _Table(
             upload(heads, torch.int32, self._device),

@@ -1,15 +1,17 @@
-"""The bytes of pages: copied out of the blocks of a KV cache, and back, one page for each KV head.
+"""The bytes of pages: copied out of the blocks of a KV cache, and back.
 
-The payload of a page of one head, of all layers of a block table that have as many heads:
+The payload of one head, of all layers of a block table that have as many heads:
 
     layer | keys, then values (latents: once) | tokens in order | head_dim
 
-It does not depend on how ranks share heads: the page of a head is the same on each rank that has it. States of layers
-are moved likewise, with a page for each layer: their tensors, as [1, states, 1, layers, numbers].
+It does not depend on how ranks share heads: stores that ranks share have a page for each head, which is the same on
+each rank that has the head. A piece has all heads of a rank, in order. States of layers are moved likewise, with a
+layer in the place of a head: their tensors, as [1, states, 1, layers, numbers].
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -48,11 +50,28 @@ class HeadGroup:
     block_bytes: int
     is_draft: bool = False
 
+    @cached_property
+    def kind(self) -> bytes:
+        """What a piece of all heads is."""
+        return self.kinds[0] if len(self.kinds) == 1 else blake2b(b"".join(self.kinds), digest_size=32).digest()
+
     @property
     def part(self) -> Part:
         """The part of a page that its pages are."""
         others = {0: Part.BLOCKS, STATES: Part.STATE, DRAFTS: Part.DRAFT}
         return others.get(self.table, Part.WINDOWS)
+
+
+class Place(Protocol):
+    """What a mover knows a piece by: `Piece.at`."""
+
+    def __len__(self) -> int:
+        """The bytes of the piece, with its header."""
+        ...
+
+    def head(self, number: int) -> Sized:
+        """One of its heads, whose length is that of its page in stores that ranks share."""
+        ...
 
 
 class PageMover(PageMemory, Protocol):
@@ -70,15 +89,15 @@ class PageMover(PageMemory, Protocol):
         """Pages are copied from and to the memory of this store."""
         ...
 
-    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[Any]]:
-        """Returns for each list of blocks the pages of all heads, for `Piece.at`, or none if there is no room.
+    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[Place]:
+        """Returns for each list of blocks the piece of all heads, or nothing if there is no room.
 
         The blocks may change afterwards.
         """
         ...
 
-    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[Any]]:
-        """Returns likewise what pages to be loaded are written to; blocks below 0 are left out."""
+    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[Place]:
+        """Returns likewise what pieces to be loaded are written to; blocks below 0 are left out."""
         ...
 
     def settle(self, places: Sequence[Any], has_others: bool) -> None:
@@ -91,23 +110,31 @@ class PageMover(PageMemory, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Pages:
-    """The pages of all heads of a group for some blocks: [heads, HEADER_BYTES + payload] uint8 on the host."""
+class _Page:
+    """A piece of a group's heads for some blocks: `bytes`, with the payloads [heads, bytes] uint8 behind the header."""
 
     group: HeadGroup
     blocks: Sequence[int]
-    bytes: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Page:
-    """A row of `pages`."""
-
-    pages: _Pages
+    payloads: torch.Tensor
     bytes: memoryview
 
     def __len__(self) -> int:
         return len(self.bytes)
+
+    def head(self, number: int) -> "_Head":
+        """See `Place`."""
+        size = self.payloads.shape[1]
+        return _Head(self.bytes[HEADER_BYTES + number * size :][:size])
+
+
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """The payload of one head."""
+
+    payload: memoryview
+
+    def __len__(self) -> int:
+        return HEADER_BYTES + len(self.payload)
 
 
 class TorchMover(HostPages):
@@ -124,56 +151,62 @@ class TorchMover(HostPages):
         """See `PageMover`."""
 
     @torch.inference_mode()
-    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Page]]:
+    def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[_Page]:
         """See `PageMover`."""
         return [self._packed(group, blocks) for blocks in tables]
 
-    def _packed(self, group: HeadGroup, blocks: Sequence[int]) -> Sequence[_Page]:
-        found = _pages(group, blocks)
+    def _packed(self, group: HeadGroup, blocks: Sequence[int]) -> _Page:
+        page = _page(group, blocks)
+        payloads = page.payloads
         chosen = torch.tensor(blocks, device=group.caches[0].device)
-        first = HEADER_BYTES
+        first = 0
         for cache in group.caches:
             numbers = cache.view(torch.uint8).index_select(1, chosen).permute(3, 0, 1, 2, 4).flatten(1)
-            found[0].pages.bytes[:, first : first + numbers.shape[1]] = numbers
+            payloads[:, first : first + numbers.shape[1]] = numbers
             first += numbers.shape[1]
-        return found
+        return page
 
-    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> list[Sequence[_Page]]:
+    def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[_Page]:
         """See `PageMover`."""
-        return [_pages(group, blocks) for blocks in tables]
+        return [_page(group, blocks) for blocks in tables]
 
     @torch.inference_mode()
     def settle(self, places: Sequence[_Page], has_others: bool) -> None:
         """See `PageMover`."""
-        for pages in dict.fromkeys(place.pages for place in places):
-            self._unpack(pages.group, pages.blocks, pages.bytes)
+        for page in places:
+            self._unpack(page.group, page.blocks, page.payloads)
 
-    def _unpack(self, group: HeadGroup, blocks: Sequence[int], pages: torch.Tensor) -> None:
+    def _unpack(self, group: HeadGroup, blocks: Sequence[int], payloads: torch.Tensor) -> None:
         device = group.caches[0].device
         wanted = [place for place, block in enumerate(blocks) if block >= 0]
         sources = torch.tensor(wanted)
         targets = torch.tensor([blocks[place] for place in wanted], device=device)
-        first = HEADER_BYTES
+        first = 0
         for cache in group.caches:
             numbers = cache.view(torch.uint8)
             stored, _, size, _, width = numbers.shape
             count = stored * len(blocks) * size * width
-            found = pages[:, first : first + count].view(len(pages), stored, len(blocks), size, width)
+            found = payloads[:, first : first + count].view(len(payloads), stored, len(blocks), size, width)
             numbers.index_copy_(1, targets, found.permute(1, 2, 3, 0, 4).index_select(1, sources).to(device))
             first += count
 
     def buffer(self, piece: Piece) -> memoryview:
         """See `PageMemory`."""
-        page: memoryview = piece.at.bytes
-        return page
+        page: _Page | _Head = piece.at
+        return page.bytes if isinstance(page, _Page) else memoryview(bytearray(len(page)))
+
+    def payload(self, piece: Piece) -> memoryview:
+        """See `HostPages`."""
+        page: _Page | _Head = piece.at
+        return page.bytes[HEADER_BYTES:] if isinstance(page, _Page) else page.payload
 
 
-def _pages(group: HeadGroup, blocks: Sequence[int]) -> Sequence[_Page]:
-    """Memory for pages, which may have anything in it but a header."""
-    memory = torch.empty(len(group.kinds), HEADER_BYTES + len(blocks) * group.block_bytes, dtype=torch.uint8)
-    memory[:, :HEADER_BYTES] = 0  # memory that is used again may have a page that nobody has brought
-    pages = _Pages(group, blocks, memory)
-    return [_Page(pages, memoryview(row.numpy())) for row in memory]
+def _page(group: HeadGroup, blocks: Sequence[int]) -> _Page:
+    """Memory for a piece, which may have anything in it but a header."""
+    heads = len(group.kinds)
+    memory = torch.empty(HEADER_BYTES + heads * len(blocks) * group.block_bytes, dtype=torch.uint8)
+    memory[:HEADER_BYTES] = 0  # memory that is used again may have a page that nobody has brought
+    return _Page(group, blocks, memory[HEADER_BYTES:].view(heads, -1), memory.numpy().data)
 
 
 def state_groups(layers: Sequence[int], stacks: Sequence[StateStack], ranks: Ranks) -> list[HeadGroup]:

@@ -4,12 +4,11 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice, takewhile
-from typing import Any
 
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_page
 from kvern.request.store_figures import StoreFigures
-from kvern.runner.page_mover import DRAFTS, STATES, HeadGroup, PageMover
-from kvern.tiers.page_memory import Piece
+from kvern.runner.page_mover import DRAFTS, STATES, HeadGroup, PageMover, Place
+from kvern.tiers.page_memory import PageName, Piece
 from kvern.tiers.pages import HEADER_BYTES, page_names
 from kvern.tiers.shelf import Shelf
 
@@ -54,26 +53,31 @@ class Tier:
         self.computing: Seconds | None = None
         """The seconds in which the tokens of a prompt between two positions are computed; None: nobody knows."""
         self._mover = mover
-        self._makers = {kind: page_names(identity, kind) for group in mover.groups for kind in group.kinds}
+        kinds = (kind for group in mover.groups for kind in (group.kind, *group.kinds))
+        self._makers = {kind: page_names(identity, kind) for kind in kinds}
         page_blocks = blocks_of_page(block_size)
         self._page_tokens = page_blocks * block_size
         self.device = mover.groups[0].caches[0].device
         self._counted = mover.groups[0].part
         """The part whose pages count tokens."""
-        self._first: defaultdict[Part, list[bytes]] = defaultdict(list)
-        """Which pages stand for all of a part that this rank has: of one kind, and of one of a draft head."""
+        self._first: defaultdict[Part, list[HeadGroup]] = defaultdict(list)
+        """Whose pieces stand for all of a part that this rank has: a group's, and a draft head's."""
         self._bytes: defaultdict[Part, int] = defaultdict(int)
         for group in mover.groups:
             if group.is_draft or group.part not in self._first:
-                self._first[group.part].append(group.kinds[0])
+                self._first[group.part].append(group)
             payload = group.block_bytes * (1 if group.table == STATES else page_blocks)
             self._bytes[group.part] += len(group.kinds) * (HEADER_BYTES + payload)
         self.keeps_drafts = Part.DRAFT in self._first
         self._loads: dict[int, list[list[Piece]]] = {}
 
-    def _names(self, key: bytes, part: Part) -> list[bytes]:
-        """The pages that stand for all of a part; none: other ranks have it."""
-        return [self._makers[kind](key) for kind in self._first.get(part, ())]
+    def _names(self, key: bytes, part: Part) -> list[PageName]:
+        """The pieces that stand for all of a part; none: other ranks have it."""
+        return [self._name(group, key) for group in self._first.get(part, ())]
+
+    def _name(self, group: HeadGroup, key: bytes) -> PageName:
+        whole = self._makers[group.kind](key)
+        return PageName(whole, self._makers[group.kinds[0]](key) if self.shelf.has_shared else whole)
 
     def wants(self, key: bytes, part: Part) -> bool:
         """See `TierIndex`."""
@@ -112,7 +116,7 @@ class Tier:
         if not self.shelf.has_distant:
             return None
         names = (name for key, part in pages for name in self._names(key, part))
-        return self.shelf.ask([*islice(names, MOST_ASKED)])
+        return self.shelf.ask(islice(names, MOST_ASKED))
 
     def answered(self, question: int) -> bool:
         """See `TierIndex`."""
@@ -130,8 +134,8 @@ class Tier:
         for group in self._mover.groups:
             wanted = [at for at, save in enumerate(kept) if any(block >= 0 for block in blocks_of(group, save))]
             pages = self._mover.pack(group, [blocks_of(group, kept[at]) for at in wanted])
-            for at, heads in zip(wanted, pages, strict=False):
-                pieces += self._pieces(group, kept[at].key, heads, counts=at not in counted)
+            for at, page in zip(wanted, pages, strict=False):
+                pieces.append(self._piece(group, kept[at].key, page, counts=at not in counted))
                 counted.add(at)
             for at in wanted[len(pages) :]:
                 self._skip(kept[at])
@@ -141,13 +145,17 @@ class Tier:
     def _skip(self, save: PageSave) -> None:
         self.shelf.skipped(self._page_tokens if self._counted in parts_of(save) else 0)
 
-    def _pieces(self, group: HeadGroup, key: bytes, heads: Sequence[Any], *, counts: bool) -> list[Piece]:
-        """The pages of a group's heads, of which the first of all may count the tokens."""
+    def _piece(self, group: HeadGroup, key: bytes, at: Place, *, counts: bool) -> Piece:
+        """The piece of a group's heads, of which the first of all may count the tokens."""
         tokens = self._page_tokens if counts and group.part is self._counted else 0
-        return [
-            Piece(self._makers[kind](key), head, 0 if place else tokens, group.is_own)
-            for place, (kind, head) in enumerate(zip(group.kinds, heads, strict=True))
-        ]
+        kinds = group.kinds
+        heads: Sequence[Piece] = ()
+        if self.shelf.has_shared and len(kinds) > 1:
+            heads = [
+                Piece(self._makers[kind](key), at.head(number), 0 if number else tokens, group.is_own)
+                for number, kind in enumerate(kinds)
+            ]
+        return Piece(self._makers[group.kind](key), at, tokens, group.is_own, len(kinds), heads)
 
     def load(self, loads: Sequence[PageLoad]) -> None:
         """Begins to bring pages to their blocks. Those of one load come together, in order."""
@@ -157,8 +165,8 @@ class Tier:
         for group in self._mover.groups:
             chosen = [at for at, load in enumerate(loads) if any(block >= 0 for block in blocks_of(group, load))]
             pages = self._mover.places(group, [blocks_of(group, loads[at]) for at in chosen])
-            for at, heads in zip(chosen, pages, strict=True):
-                pieces[at] += self._pieces(group, loads[at].key, heads, counts=not pieces[at])
+            for at, page in zip(chosen, pages, strict=True):
+                pieces[at].append(self._piece(group, loads[at].key, page, counts=not pieces[at]))
         for load, of_page in zip(loads, pieces, strict=True):
             wanted.setdefault(load.load, []).append(of_page)
         for number, of_load in wanted.items():

@@ -45,7 +45,7 @@ class _Page:
 
 
 class _Place(NamedTuple):
-    """The memory of one page in the arena: `parts`, one for each cell."""
+    """The memory of one page in the arena."""
 
     name: bytes
     page: _Page
@@ -56,8 +56,6 @@ class HostStore:
     """A store in the host's memory of at most `size` bytes. Any thread may call its methods."""
 
     is_local = True
-    is_private = True
-    """Each rank has its own."""
 
     def __init__(self, size: int, memory: "mmap.mmap | None" = None, cell: int | None = None) -> None:
         """`memory`: an arena of so many bytes that may have pages already; None: of this process alone.
@@ -74,6 +72,8 @@ class HostStore:
         self.evicted = 0
         """Pages that made room for others."""
         self._cell, self._count = cell, cells
+        self._run = cells
+        """The cells of one of `parts`, beyond which one copy may not reach."""
         self._memory = memory if memory is not None else mmap.mmap(-1, size)
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._view = memoryview(self._memory)
@@ -98,9 +98,9 @@ class HostStore:
 
     def parts(self, most: int) -> Iterator[memoryview]:
         """The memory of all cells in order, in pieces of whole cells of at most `most` bytes, aligned as cells are."""
-        cells = max(1, most // self._cell)
-        for first in range(0, self._count, cells):
-            yield self._part(first, min(cells, self._count - first) * self._cell)
+        self._run = max(1, most // self._cell)
+        for first in range(0, self._count, self._run):
+            yield self._part(first, min(self._run, self._count - first) * self._cell)
 
     def extend(self, part: memoryview) -> None:
         """The next of `parts` may be used, with the pages that it has."""
@@ -234,13 +234,15 @@ class HostStore:
         return True
 
     def _place(self, name: bytes, page: _Page) -> _Place:
-        left = page.length
-        if len(page.cells) == 1:
-            return _Place(name, page, [self._part(page.cells[0], left)])
-        parts = []
-        for cell in page.cells:
-            parts.append(self._part(cell, min(self._cell, left)))
-            left -= self._cell
+        """The memory of a page; cells that follow each other are one part, if they are in one of `parts`."""
+        left, parts = page.length, list[memoryview]()
+        first = 0
+        for end in range(1, len(page.cells) + 1):
+            last = page.cells[end - 1]
+            if end == len(page.cells) or page.cells[end] != last + 1 or (last + 1) % self._run == 0:
+                parts.append(self._part(page.cells[first], min((end - first) * self._cell, left)))
+                left -= (end - first) * self._cell
+                first = end
         return _Place(name, page, parts)
 
     def _remove(self, name: bytes) -> None:

@@ -9,10 +9,9 @@ from kvern.tiers.pages import HEADER_BYTES, payload_sum
 
 
 class Piece(NamedTuple):
-    """One page: its name, what a `PageMemory` knows it by, and the tokens that it counts for.
+    """What is moved of a page at once: its name, what a `PageMemory` knows it by, and the tokens that it counts for.
 
-    `len(at)` is the bytes of the page with its header. A part of the KV cache may have several pages, such as one for
-    each head: one of them counts the tokens.
+    It has the payloads of `head_count` heads, which take as many bytes each. `len(at)` is its bytes with the header.
     """
 
     name: bytes
@@ -20,6 +19,21 @@ class Piece(NamedTuple):
     tokens: int = 0
     is_own: bool = True
     """False: another rank saves the same page to stores that ranks share."""
+    head_count: int = 1
+    heads: "Sequence[Piece]" = ()
+    """Each head by itself, for stores that ranks share, since these may have other heads; none: there is one."""
+
+    @property
+    def names(self) -> "PageName":
+        """The names by which stores know it."""
+        return PageName(self.name, self.heads[0].name if self.heads else self.name)
+
+
+class PageName(NamedTuple):
+    """The names of a piece: in stores of this process alone, and that of its first head in stores that ranks share."""
+
+    whole: bytes
+    head: bytes
 
 
 Parts = Sequence[memoryview]
@@ -33,8 +47,8 @@ class Copies(Protocol):
         """True if `sums` does not wait."""
         ...
 
-    def sums(self) -> list[int]:
-        """Waits for the copies, and returns the sums of what was copied. It is called once."""
+    def sums(self) -> list[list[int]]:
+        """Waits for the copies, and returns the sums of each piece's heads as copied. It is called once."""
         ...
 
     def seconds(self) -> float | None:
@@ -82,52 +96,59 @@ class HostPages:
         page: memoryview = piece.at
         return page
 
+    def payload(self, piece: Piece) -> memoryview:
+        """The memory of a piece's payload."""
+        return self.buffer(piece)[HEADER_BYTES:]
+
     def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
         """See `PageMemory`."""
-        return _HostCopies([[self.buffer(piece)] for piece in pieces], places)
+        return _HostCopies(self, pieces, places, packs=True)
 
     def forget(self, pieces: Sequence[Piece]) -> None:
         """See `PageMemory`."""
 
     def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
         """See `PageMemory`."""
-        return _HostCopies(places, [[self.buffer(piece)] for piece in pieces])
+        return _HostCopies(self, pieces, places, packs=False)
 
 
 class _HostCopies:
-    """Copies within the host's memory, which begin when somebody waits for them."""
+    """Copies within the host's memory, to `places` or from there, which begin when somebody waits for them."""
 
-    def __init__(self, sources: Sequence[Parts], targets: Sequence[Parts]) -> None:
-        self._sources = sources
-        self._targets = targets
+    def __init__(self, memory: HostPages, pieces: Sequence[Piece], places: Sequence[Parts], *, packs: bool) -> None:
+        self._memory = memory
+        self._pieces = pieces
+        self._places = places
+        self._packs = packs
 
     def is_done(self) -> bool:
         return False
 
-    def sums(self) -> list[int]:
+    def sums(self) -> list[list[int]]:
         found = []
-        for source, target in zip(self._sources, self._targets, strict=True):
-            copy_page(source, target)
-            whole = target if len(target) == 1 else source
-            found.append(payload_sum(whole[0][HEADER_BYTES:]))
+        for piece, parts in zip(self._pieces, self._places, strict=True):
+            payload = self._memory.payload(piece)
+            start = -HEADER_BYTES
+            for part in () if parts[0].obj is payload.obj else parts:
+                begin = max(0, -start)
+                inside, outside = payload[start + begin : start + len(part)], part[begin:]
+                source, target = (inside, outside) if self._packs else (outside, inside)
+                np.copyto(np.frombuffer(target, np.uint8), source)
+                start += len(part)
+            size = len(payload) // piece.head_count
+            found.append([payload_sum(payload[head * size :][:size]) for head in range(piece.head_count)])
         return found
 
     def seconds(self) -> float | None:
         return None
 
 
-def copy_page(parts: Parts, to: Parts) -> None:
-    """Copies the bytes of a page, which is in one piece on one of the sides, unless they are there."""
-    if parts[0].obj is to[0].obj:
-        return
-    first, start = (parts[0], 0) if len(parts) == 1 else (to[0], 0)
-    for part in to if len(parts) == 1 else parts:
-        other = first[start : start + len(part)]
-        source, target = (other, part) if len(parts) == 1 else (part, other)
-        np.copyto(np.frombuffer(target, np.uint8), source)
-        start += len(part)
-
-
-def in_one_piece(parts: Parts, is_lent: bool) -> memoryview:
-    """A page in one piece; a copy if it is in several, or if its memory is lent."""
-    return memoryview(b"".join(parts)) if is_lent or len(parts) > 1 else parts[0]
+def cut_out(parts: Parts, start: int, size: int) -> list[memoryview]:
+    """The memory of `size` bytes of a page from `start`."""
+    found = []
+    for part in parts:
+        if size > 0 and start < len(part):
+            found.append(part[start : start + size])
+            size -= len(found[-1])
+        start = max(0, start - len(part))
+    return found

@@ -3,13 +3,14 @@
     magic 4 | format version 2 | unused 2 | length of the payload 8 | sum of the payload 8 | name 32 | unused 8
 
 The numbers are little-endian. The sum is XXH3, or that of `kernels/page_copy.py` if a GPU copied the page; a model's
-identity says which. A page is right if its header is, its name is the one that was asked for, and the sum is that of
-its payload. Anything else is a miss. The sum finds what was damaged on the way; it does not prove who wrote it.
+identity says which. That of a page with several heads is the XXH3 of its heads' sums. A page is right if its header is,
+its name is the one that was asked for, and the sum is that of its payload. Anything else is a miss. The sum finds what
+was damaged on the way; it does not prove who wrote it.
 """
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import xxhash
 
@@ -54,6 +55,11 @@ def sum_of(page: memoryview, name: bytes, payload_bytes: int) -> int | None:
 def payload_sum(payload: memoryview) -> int:
     """The 64-bit sum of a payload in the host's memory: XXH3."""
     return xxhash.xxh3_64_intdigest(payload)
+
+
+def total_of(sums: Sequence[int]) -> int:
+    """The sum of a page whose heads have these sums."""
+    return sums[0] if len(sums) == 1 else xxhash.xxh3_64_intdigest(struct.pack(f"<{len(sums)}Q", *sums))
 
 
 def seal(page: memoryview, name: bytes) -> None:

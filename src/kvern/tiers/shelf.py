@@ -16,17 +16,18 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from itertools import chain
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from kvern.request.store_figures import StoreFigures
-from kvern.tiers.page_memory import HostPages, PageMemory, Parts, Piece, in_one_piece
-from kvern.tiers.pages import HEADER_BYTES, header, sum_of
+from kvern.tiers.page_memory import HostPages, PageMemory, PageName, Parts, Piece
+from kvern.tiers.pages import HEADER_BYTES, header, sum_of, total_of
 from kvern.tiers.price import GAIN, Price
 from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, Shelved
-from kvern.tiers.store import DirectStore, Store
-from kvern.tiers.transfers import Arrival, Load, Reserved, Sealing
+from kvern.tiers.store import Store
+from kvern.tiers.transfers import Arrival, Brought, Load, Reserved, Sealing
 
 logger = logging.getLogger("kvern")
 Entry = TypeVar("Entry")
@@ -56,10 +57,12 @@ class Shelf:
         self._batch = self._memory.batch_bytes
         self.stores = [Shelved(name, store) for name, store in stores.items()]
         for one in self.stores:
-            if self._memory.is_prompt and isinstance(one.store, DirectStore):
+            if self._is_prompt(one):
                 one.price = Price(*PINNED)
-        self._is_direct = any(isinstance(store, DirectStore) for store in stores.values())
+        self._is_direct = any(one.direct is not None for one in self.stores)
         """Pages are saved to memory that a store has already."""
+        self.has_shared = any(one.direct is None for one in self.stores)
+        """There are stores that have a page for each head."""
         self._clock = clock
         self._sealing = Lane("pages", 1)
         self._sealing_bytes = 0
@@ -75,15 +78,17 @@ class Shelf:
         """True if there are stores that have to be asked."""
         return any(not shelved.store.is_local for shelved in self.stores)
 
-    def find(self, name: bytes) -> Shelved | None:
-        """The first store that probably has a page and may be asked for it."""
+    def find(self, names: PageName) -> Shelved | None:
+        """The first store that probably has a piece and may be asked for it."""
         now = self._clock()
-        return next((one for one in self.stores if one.breaker.is_on(now) and one.has(name, now)), None)
+        on = (one for one in self.stores if one.breaker.is_on(now))
+        return next((one for one in on if one.has(one.name_of(names), now)), None)
 
-    def wants(self, names: Iterable[bytes]) -> bool:
-        """True if a store that may be asked lacks one of these pages."""
-        now, wanted = self._clock(), [*names]
-        return any(one.breaker.is_on(now) and not all(one.has(name, now) for name in wanted) for one in self.stores)
+    def wants(self, wanted: Sequence[PageName]) -> bool:
+        """True if a store that may be asked lacks one of these pieces."""
+        now = self._clock()
+        on = (one for one in self.stores if one.breaker.is_on(now))
+        return any(not all(one.has(one.name_of(names), now) for names in wanted) for one in on)
 
     def has_room(self, count: int, most: int | None = None) -> bool:
         """True if so many more bytes may be saved, of `most` that are packed at once; None: MOST_WRITING."""
@@ -99,11 +104,11 @@ class Shelf:
         """Counts tokens that are computed because that is faster."""
         self.stores[0].count(refused_tokens=tokens)
 
-    def seconds(self, pages: Iterable[tuple[bytes, int]]) -> float:
+    def seconds(self, pages: Iterable[tuple[PageName, int]]) -> float:
         """Returns the predicted seconds of a load of pages: their names and sizes in bytes."""
         counts: defaultdict[Shelved, int] = defaultdict(int)
-        for name, size in pages:
-            found = self.find(name)
+        for names, size in pages:
+            found = self.find(names)
             if found is not None:
                 counts[found] += size
         return self._seconds(counts)
@@ -114,8 +119,9 @@ class Shelf:
 
     # Distant stores
 
-    def ask(self, names: Sequence[bytes]) -> int | None:
+    def ask(self, wanted: Iterable[PageName]) -> int | None:
         """Ask the distant stores for pages; see `TierIndex.ask`."""
+        names = [each.head for each in wanted]
         now = self._clock()
         asked = {one for one in self.stores if not one.store.is_local and one.breaker.is_on(now)}
         if not asked or not names:
@@ -165,13 +171,13 @@ class Shelf:
         for place, pieces in enumerate(pages):
             if not pieces:  # other ranks have some
                 continue
-            one = self.find(pieces[0].name)
+            one = self.find(pieces[0].names)
             if one is None:
                 load.failed = place
                 self.stores[0].count(missed_tokens=sum(piece.tokens for piece in pieces))
                 break
             batches.setdefault(one, []).extend((place, piece) for piece in pieces)
-        counts = {one: sum(len(piece.at) for _, piece in wanted) for one, wanted in batches.items()}
+        counts = {one: sum(_size_in(one, piece) for _, piece in wanted) for one, wanted in batches.items()}
         least = LEAST_PATIENCE if all(one.price.is_known for one in counts) else FIRST_PATIENCE
         load.deadline = self._clock() + max(PATIENCE * self._seconds(counts), least, patience)
         load.counts = counts
@@ -181,28 +187,23 @@ class Shelf:
             with one.lock:
                 one.reading_bytes += count
         cut = {
-            one: _cut(entries, PROMPT_BATCHES * self._batch if self._is_prompt(one) else self._batch, _size_of_entry)
+            one: _cut(entries, PROMPT_BATCHES * self._batch if self._is_prompt(one) else self._batch, _size_of)
             for one, entries in batches.items()
         }
         load.unanswered = sum(len(found) for one, found in cut.items() if not self._is_prompt(one))
         for one, found in cut.items():
             for batch in found:
-                arrival = Arrival(one, load, batch, sum(map(_size_of_entry, batch)))
+                arrival = Arrival(one, load, batch)
                 if self._is_prompt(one):  # the first are copied while the others are looked for
-                    self._lend(arrival, one.store)
+                    self._lend(arrival)
                     self._arrivals.append(arrival)
                 else:
                     one.reading.submit(partial(self._read, arrival))
 
     def _read(self, arrival: Arrival) -> None:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
-        store = arrival.one.store
-        if arrival.load.has_ended:
-            pass
-        elif isinstance(store, DirectStore):
-            self._lend(arrival, store)
-        else:
-            self._get(arrival, store)
+        if not arrival.load.has_ended:
+            (self._get if arrival.one.direct is None else self._lend)(arrival)
         if self._memory.is_prompt:  # the engine's thread sees when the copies are done: they wait for its steps
             self._answered(arrival)
             self._arrivals.append(arrival)
@@ -215,12 +216,12 @@ class Shelf:
         with self._lock:
             arrival.load.unanswered -= 1
 
-    def _get(self, arrival: Arrival, store: Store) -> None:
+    def _get(self, arrival: Arrival) -> None:
         arrival.began = self._clock()
-        pieces = [piece for _, piece in arrival.batch]
+        pieces = arrival.pieces
         try:
             buffers = [self._memory.buffer(piece) for piece in pieces]
-            came = store.get([piece.name for piece in pieces], buffers)
+            came = arrival.one.store.get([piece.name for piece in pieces], buffers)
             if len(came) != len(pieces):
                 raise ValueError(f"it was asked for {len(pieces)} pages and answers for {len(came)}")
             arrival.places = [[buffer] if is_there else None for buffer, is_there in zip(buffers, came, strict=True)]
@@ -231,20 +232,21 @@ class Shelf:
 
     def _is_prompt(self, one: Shelved) -> bool:
         """True if the engine's thread itself has pages copied from a store."""
-        return self._memory.is_prompt and isinstance(one.store, DirectStore)
+        return self._memory.is_prompt and one.direct is not None
 
-    def _lend(self, arrival: Arrival, store: Any) -> None:
+    def _lend(self, arrival: Arrival) -> None:
         """Have pages in this process's memory copied to where they belong."""
+        assert arrival.one.direct is not None
         arrival.began = self._clock()
-        names = [piece.name for _, piece in arrival.batch]
-        arrival.lent = store.lend(names, [len(piece.at) for _, piece in arrival.batch])
+        names = [piece.name for piece in arrival.pieces]
+        arrival.lent = arrival.one.direct.lend(names, [len(piece.at) for piece in arrival.pieces])
         arrival.places = [None if place is None else place.parts for place in arrival.lent]
         self._copy(arrival)
 
     def _copy(self, arrival: Arrival) -> None:
         """Begin to copy the pages whose headers are right."""
         arrival.got = self._clock()
-        pieces = [piece for _, piece in arrival.batch]
+        pieces = arrival.pieces
         for at, (piece, place) in enumerate(zip(pieces, arrival.places, strict=False)):
             total = None if place is None else sum_of(place[0], piece.name, len(piece.at) - HEADER_BYTES)
             if total is not None:
@@ -261,12 +263,12 @@ class Shelf:
     def _arrived(self, arrival: Arrival) -> None:
         """Check pages that were copied, and count them."""
         one, load = arrival.one, arrival.load
-        came = [False] * len(arrival.batch)
+        came = [False] * len(arrival.pieces)
         if arrival.places or arrival.began:
             came = self._sorted_out(arrival)
             now = self._clock()
             took = now - arrival.began if arrival.copied is None else arrival.got - arrival.began + arrival.copied
-            size = sum(len(piece.at) for (_, piece), is_good in zip(arrival.batch, came, strict=True) if is_good)
+            size = sum(len(piece.at) for piece, is_good in zip(arrival.pieces, came, strict=True) if is_good)
             if size:
                 one.price.learn(size, took, now)
             one.count(read_seconds=took, read_bytes=size)
@@ -274,34 +276,39 @@ class Shelf:
             one.reading_bytes -= arrival.size
         with self._lock:
             load.counts[one] -= arrival.size
-            for (place, _), is_good in zip(arrival.batch, came, strict=True):
-                if is_good:
+            for (place, _), good in zip(arrival.batch, arrival.by_piece(came), strict=True):
+                if all(good):
                     load.missing[place] -= 1
                 else:
                     load.failed = min(load.failed, place)
 
     def _sorted_out(self, arrival: Arrival) -> list[bool]:
         """Returns which pages have come whole and right; those of a lower store are put into the others."""
-        one, store = arrival.one, arrival.one.store
-        pieces = [piece for _, piece in arrival.batch]
+        one, pieces = arrival.one, arrival.pieces
         places = [*arrival.places, *[None] * (len(pieces) - len(arrival.places))]
         right: list[bool | None] = [None if at in arrival.expected else False for at in range(len(pieces))]
+        sums: list[list[int]] = [[] for _ in pieces]
         try:
             if arrival.copies is not None:
                 for (at, total), found in zip(arrival.expected.items(), arrival.copies.sums(), strict=True):
-                    right[at] = total == found
+                    right[at], sums[at] = total == total_of(found), found
                 arrival.copied = arrival.copies.seconds()
         except Exception as error:  # the device may raise anything
             logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
         lower = self.stores[: self.stores.index(one)]
         if lower and not arrival.load.has_ended:  # what was used from afar is kept nearby
-            found_pages = [(piece, places[at] or []) for at, piece in enumerate(pieces) if right[at]]
+            by_piece = zip(arrival.by_piece(places), arrival.by_piece(sums), arrival.by_piece(right), strict=True)
+            brought = [
+                Brought(piece, [parts or [] for parts in own], [*chain.from_iterable(found)], bool(arrival.lent))
+                for (_, piece), (own, found, good) in zip(arrival.batch, by_piece, strict=True)
+                if all(good)
+            ]
             for above in lower:
-                self._put(above, found_pages, bool(arrival.lent))
-        if isinstance(store, DirectStore):
-            store.give_back([place for place in arrival.lent if place is not None])
+                self._put(above, brought)
+        if one.direct is not None:
+            one.direct.give_back([place for place in arrival.lent if place is not None])
         for piece, parts, is_right in zip(pieces, places, right, strict=True):
-            if not store.is_local:
+            if not one.store.is_local:
                 (one.known.discard if parts is None else one.known.add)(piece.name)
             if is_right is False and parts is not None:
                 one.spoil(piece.name, self._clock())
@@ -319,9 +326,10 @@ class Shelf:
     def _forget_parts(self, arrival: Arrival, places: Sequence[Parts | None]) -> None:
         """Let pages of which a store lacks pieces be saved again: it forgets the piece by which they are found."""
         one = arrival.one
-        lacking = {place for (place, _), parts in zip(arrival.batch, places, strict=True) if parts is None}
+        parted = zip(arrival.batch, arrival.by_piece(places), strict=True)
+        lacking = {place for (place, _), parts in parted if None in parts}
         for place in lacking:
-            first = arrival.load.pages[place][0].name
+            first = one.name_of(arrival.load.pages[place][0].names)
             one.known.discard(first)
             try:
                 one.store.drop([first])
@@ -369,7 +377,7 @@ class Shelf:
         """Put packed pages into each store that lacks them."""
         self._end_arrivals()
         is_prompt = self._memory.is_prompt
-        for batch in _cut(pieces, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda one: len(one.at)):
+        for batch in _cut(pieces, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda own: len(own.at)):
             with self._lock:
                 self._sealing_bytes += sum(len(piece.at) for piece in batch)
             begun = [self._begin(batch)] if is_prompt and self._is_direct else []
@@ -398,16 +406,20 @@ class Shelf:
     def _lacks(self, one: Shelved, piece: Piece) -> bool:
         """True if a page should be put into a store."""
         now = self._clock()
-        is_ours = piece.is_own or getattr(one.store, "is_private", False)
+        is_ours = piece.is_own or one.direct is not None
         return is_ours and one.breaker.is_on(now) and not one.has(piece.name, now)
 
     def _begin(self, pieces: Sequence[Piece]) -> Sealing | None:
         """Begin to copy packed pages that a store lacks: to the memory of a direct store, or to buffers."""
         reserved: dict[int, Reserved] = {}
-        others = [one for one in self.stores if not isinstance(one.store, DirectStore)]
-        wanted = {at for at, piece in enumerate(pieces) if any(self._lacks(one, piece) for one in others)}
+        others = [one for one in self.stores if one.direct is None]
+        wanted = {
+            at
+            for at, piece in enumerate(pieces)
+            if any(self._lacks(one, page) for one in others for page in one.pieces_of(piece))
+        }
         for one in self.stores:
-            if isinstance(store := one.store, DirectStore):
+            if (store := one.direct) is not None:
                 for at, piece in enumerate(pieces):
                     if at not in reserved and self._lacks(one, piece):
                         place = store.reserve(piece.name, len(piece.at))
@@ -426,14 +438,18 @@ class Shelf:
             return None
         return Sealing({at: pieces[at] for at in chosen}, places, reserved, copies, self._clock())
 
-    def _end(self, sealing: Sealing, sums: Sequence[int]) -> None:
+    def _end(self, sealing: Sealing, sums: Sequence[Sequence[int]]) -> None:
         """Pages are in the host's memory: write their headers, publish them, and put them into the other stores."""
         pieces, reserved = sealing.pieces, sealing.reserved
-        for piece, place, total in zip(pieces.values(), sealing.places, sums, strict=True):
-            place[0][:HEADER_BYTES] = header(piece.name, len(piece.at) - HEADER_BYTES, total)
+        for piece, place, found in zip(pieces.values(), sealing.places, sums, strict=True):
+            place[0][:HEADER_BYTES] = header(piece.name, len(piece.at) - HEADER_BYTES, total_of(found))
+        brought = [
+            Brought(piece, [place], found, bool(reserved))
+            for piece, place, found in zip(pieces.values(), sealing.places, sums, strict=True)
+        ]
         for one in self.stores:
-            if not isinstance(one.store, DirectStore):
-                self._put(one, [*zip(pieces.values(), sealing.places, strict=True)], bool(reserved))
+            if one.direct is None:
+                self._put(one, brought)
         took = sealing.copies.seconds()
         took = self._clock() - sealing.began if took is None else took
         counts: defaultdict[Shelved, list[int]] = defaultdict(lambda: [0, 0])
@@ -444,18 +460,23 @@ class Shelf:
         for one, (tokens, size) in counts.items():
             one.count(stored_tokens=tokens, written_bytes=size, written_seconds=took)
 
-    def _put(self, one: Shelved, pages: Sequence[tuple[Piece, Parts]], is_lent: bool) -> None:
-        """Queue pages for a store, as far as it lacks them and there is room; copies, if their memory is lent."""
-        lacking = [page for page in pages if self._lacks(one, page[0])]
-        for batch in _cut(lacking, self._batch, lambda entry: len(entry[0].at)):
-            size = sum(len(piece.at) for piece, _ in batch)
+    def _put(self, one: Shelved, brought: Sequence[Brought]) -> None:
+        """Queue pages for a store, as far as it lacks them and there is room."""
+        lacking = [
+            (of, page, number)
+            for of in brought
+            for number, page in enumerate(one.pieces_of(of.piece))
+            if self._lacks(one, page)
+        ]
+        for batch in _cut(lacking, self._batch, lambda entry: len(entry[1].at)):
+            size = sum(len(page.at) for _, page, _ in batch)
             with one.lock:
                 is_full = one.writing_bytes + size > MOST_WRITING
                 one.writing_bytes += 0 if is_full else size
             if is_full:
-                one.count(skipped_tokens=sum(piece.tokens for piece, _ in batch))
+                one.count(skipped_tokens=sum(page.tokens for _, page, _ in batch))
             else:
-                whole = [(piece, in_one_piece(parts, is_lent)) for piece, parts in batch]
+                whole = [(page, of.page(page, number)) for of, page, number in batch]
                 one.writing.submit(lambda whole=whole, size=size: self._write(one, whole, size))  # type: ignore[misc]
 
     def _write(self, one: Shelved, batch: Sequence[tuple[Piece, memoryview]], size: int) -> None:
@@ -520,8 +541,13 @@ class Shelf:
             one.writing.end_with(one.close)
 
 
-def _size_of_entry(entry: tuple[int, Piece]) -> int:
+def _size_of(entry: tuple[int, Piece]) -> int:
     return len(entry[1].at)
+
+
+def _size_in(one: Shelved, piece: Piece) -> int:
+    """The bytes of a piece in a store."""
+    return sum(len(page.at) for page in one.pieces_of(piece))
 
 
 def _cut(entries: Sequence[Entry], most: int, size_of: Callable[[Entry], int]) -> list[list[Entry]]:

@@ -3,13 +3,14 @@
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from kvern.request.store_figures import StoreFigures
+from kvern.tiers.page_memory import PageName, Piece
 from kvern.tiers.price import Breaker, Price
 from kvern.tiers.rare_warnings import RareWarnings
-from kvern.tiers.store import Store
+from kvern.tiers.store import DirectStore, Store
 
 logger = logging.getLogger("kvern")
 
@@ -94,6 +95,7 @@ class Shelved:
 
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.store = name, store
+        self.direct = store if isinstance(store, DirectStore) else None
         self.price = Price(*(LOCAL if store.is_local else DISTANT))
         self.breaker = Breaker()
         self._warnings = RareWarnings(name)
@@ -120,6 +122,14 @@ class Shelved:
         with self.lock:
             for name, number in more.items():
                 setattr(self.figures, name, getattr(self.figures, name) + number)
+
+    def name_of(self, names: PageName) -> bytes:
+        """The name by which the store knows a piece."""
+        return names.head if self.direct is None else names.whole
+
+    def pieces_of(self, piece: Piece) -> Sequence[Piece]:
+        """The pages of the store that have a piece."""
+        return piece.heads if piece.heads and self.direct is None else (piece,)
 
     def has(self, name: bytes, now: float) -> bool:
         """Whether the store probably has a page; in microseconds."""

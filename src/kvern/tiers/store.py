@@ -1,8 +1,9 @@
 """Stores: they keep pages by name, outside the device. `make_store` makes one from an option such as disk:/path:500GB.
 
-A page is the bytes of one kind for 64 tokens, such as keys and values of one KV head in all layers of a stage. All
-pages of a kind have the same size. A name is a digest of 32 bytes: of the page's content key, its kind, and the
-identity, which stands for the model, its number formats and the format of pages.
+A page is the bytes of one kind for 64 tokens, such as keys and values of one KV head in all layers of a stage; where no
+other rank reads it, those of all heads of a rank. All pages of a kind have the same size. A name is a digest of 32
+bytes: of the page's content key, its kind, and the identity, which stands for the model, its number formats and the
+format of pages.
 """
 
 import math
@@ -44,8 +45,7 @@ class Store(Protocol):
     it hangs, further pages are skipped. A method that raises counts as a failure for all names, and a store that fails
     three times in 10 s is off for a while.
 
-    A store may also have `is_private`, True if each rank has its own, and `evicted`, the pages that made room for
-    others.
+    A store may also have `evicted`, the pages that made room for others.
     """
 
     @property
@@ -84,6 +84,8 @@ class Place(Protocol):
 @runtime_checkable
 class DirectStore(Store, Protocol):
     """A store in this process's memory: pages are copied from and to it without a copy in between.
+
+    It is this process's alone, so its pages have all heads of a rank.
 
     These methods take microseconds, and do not raise.
     """

@@ -3,11 +3,15 @@
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
-from kvern.tiers.page_memory import Copies, Parts, Piece
+from kvern.tiers.page_memory import Copies, Parts, Piece, cut_out
+from kvern.tiers.pages import HEADER_BYTES, header, total_of
 from kvern.tiers.shelved import Shelved
 from kvern.tiers.store import DirectStore
+
+Value = TypeVar("Value")
 
 
 @dataclass(eq=False)
@@ -40,23 +44,64 @@ class Load:
 
 @dataclass(eq=False)
 class Arrival:
-    """Pieces of a load that one store is asked for, of `size` bytes, each with the number of its page."""
+    """Pieces of a load that one store is asked for, of `size` bytes, each with the number of its page.
+
+    `pieces` are the store's pages that have them.
+    """
 
     one: Shelved
     load: Load
     batch: Sequence[tuple[int, Piece]]
-    size: int
+    pieces: Sequence[Piece] = field(init=False)
+    size: int = field(init=False)
     began: float = 0.0
     lent: list[Any] = field(default_factory=list)
-    """Each piece's place in a direct store, or None."""
+    """Each page's place in a direct store, or None."""
     places: list[Parts | None] = field(default_factory=list)
     got: float = 0.0
     """When the store had answered, and copies could begin."""
     copied: float | None = None
     """The seconds of these, if the device has measured them."""
     expected: dict[int, int] = field(default_factory=dict)
-    """The sums in the headers that are right, by the number of the piece."""
+    """The sums in the headers that are right, by the number of the page."""
     copies: Copies | None = None
+
+    def __post_init__(self) -> None:
+        self.pieces = [page for _, piece in self.batch for page in self.one.pieces_of(piece)]
+        self.size = sum(len(page.at) for page in self.pieces)
+
+    def by_piece(self, values: Sequence[Value]) -> list[Sequence[Value]]:
+        """What there is for each page of the store, for each piece of the batch."""
+        counts = [len(self.one.pieces_of(piece)) for _, piece in self.batch]
+        ends = [*accumulate(counts)]
+        return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+class Brought(NamedTuple):
+    """A piece in the host's memory: in one page with the payloads of all heads, or in a page for each.
+
+    `sums`: of the heads' payloads. `is_lent`: the memory may change after the call that has this.
+    """
+
+    piece: Piece
+    pages: Sequence[Parts]
+    sums: Sequence[int]
+    is_lent: bool
+
+    def page(self, wanted: Piece, number: int) -> memoryview:
+        """The bytes of a store's page: of the whole piece, or of its head `number`."""
+        is_whole = wanted is self.piece
+        size = len(wanted.at) - HEADER_BYTES
+        if is_whole == (len(self.pages) == 1):
+            parts = self.pages[number]
+            return memoryview(b"".join(parts)) if self.is_lent or len(parts) > 1 else parts[0]
+        if is_whole:
+            stride = size // self.piece.head_count
+            payloads = [b"".join(cut_out(parts, HEADER_BYTES, stride)).ljust(stride, b"\0") for parts in self.pages]
+            return memoryview(b"".join((header(wanted.name, size, total_of(self.sums)), *payloads)))
+        stride = (len(self.piece.at) - HEADER_BYTES) // self.piece.head_count
+        payload = cut_out(self.pages[0], HEADER_BYTES + number * stride, size)
+        return memoryview(b"".join((header(wanted.name, size, self.sums[number]), *payload)))
 
 
 Reserved = tuple[Shelved, DirectStore, Any]
@@ -65,7 +110,7 @@ Reserved = tuple[Shelved, DirectStore, Any]
 
 @dataclass(frozen=True, eq=False)
 class Sealing:
-    """Packed pages that are copied to `places` on the host, by their numbers; some of these are reserved in stores."""
+    """Packed pieces that are copied to `places` on the host, by their numbers; some of these are reserved in stores."""
 
     pieces: Mapping[int, Piece]
     places: Sequence[Parts]
