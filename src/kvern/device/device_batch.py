@@ -13,27 +13,14 @@ from kvern.device.rows import NO_WINDOWS, ListedRows, WindowTables
 from kvern.device.transfer import send, upload
 from kvern.kernels.attention_arguments import Runs
 from kvern.kernels.attention_prefix import SharedPrefix
-from kvern.kernels.batch import read_decodes, read_slots, read_tokens, write_runs
+from kvern.kernels.batch import TokenRuns, read_decodes, read_slots, read_tokens, write_runs
 from kvern.request.step import GrownTable, ScheduledTokens
 
 
-class DeviceRuns(NamedTuple):
-    """R runs of tokens of a step of T tokens, on the device: [R] int32 each.
-
-    slots, starts, counts   row, first position and number of tokens of each run
-    firsts                  index of the first token of each run among the T tokens
-    """
-
-    slots: torch.Tensor
-    starts: torch.Tensor
-    firsts: torch.Tensor
-    counts: torch.Tensor
-
-
-def runs_in(numbers: torch.Tensor) -> DeviceRuns:
+def runs_in(numbers: torch.Tensor) -> TokenRuns:
     """The runs that `numbers` [4 * R] int32 describe: all slots, then starts, counts and indices of first tokens."""
     slots, starts, counts, firsts = numbers.view(4, -1)
-    return DeviceRuns(slots, starts, firsts, counts)
+    return TokenRuns(slots, starts, firsts, counts)
 
 
 class DeviceTokens(NamedTuple):
@@ -87,15 +74,15 @@ class DeviceRows(ListedRows):
         data = upload(header + [value for _, _, values in runs for value in values], torch.int32, self.device)
         write_runs(target, data[: 4 * len(runs)].view(-1, 4), data)
 
-    def read(self, runs: DeviceRuns, total: int, longest: int, block_size: int) -> DeviceTokens:
+    def read(self, runs: TokenRuns, total: int, longest: int, block_size: int) -> DeviceTokens:
         """The `total` tokens of `runs`, each of which has `longest` tokens at most."""
-        return DeviceTokens(*read_tokens(self.tokens, self.block_table, self.turns, *runs, total, longest, block_size))
+        return DeviceTokens(*read_tokens(self.tokens, self.block_table, self.turns, runs, total, longest, block_size))
 
-    def windows(self, runs: DeviceRuns, total: int, longest: int, block_size: int) -> list[TableSlots]:
+    def windows(self, runs: TokenRuns, total: int, longest: int, block_size: int) -> list[TableSlots]:
         """Block tables of layers with a window, each with the slot mapping of a step; arguments as for `read`."""
         if not self.window_tables:
             return []
-        mappings = read_slots(self._tables, len(self.requests), *runs, total, longest, block_size)
+        mappings = read_slots(self._tables, len(self.requests), runs, total, longest, block_size)
         return list(zip(self.window_tables, mappings, strict=True))
 
 
@@ -214,7 +201,7 @@ class DeviceBatch(InputBatch):
 
 def captured_batch(
     rows: DeviceRows,
-    runs: DeviceRuns,
+    runs: TokenRuns,
     tokens: DeviceTokens,
     samples: DeviceSamples,
     tiles: Callable[[int], Tiles],
@@ -265,7 +252,7 @@ def decodes_on_device(
     requests, zeros, ones = indices
     size = slots.shape[0]
     *read, next_positions = read_decodes(rows.tokens, rows.block_table, rows.turns, slots, starts, block_size)
-    runs = DeviceRuns(slots, starts, requests, ones)
+    runs = TokenRuns(slots, starts, requests, ones)
     return captured_batch(
         rows,
         runs,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.convolution import PLACES, Drafts
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
 
 COLUMNS = 32
 """The columns of a matrix that one program updates."""
@@ -70,8 +70,7 @@ def _accept_writes_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A program has some columns of one group's matrix, of one layer and request."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     run = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64) // GROUPS
     group = tl.program_id(1) % GROUPS
@@ -101,10 +100,9 @@ def accept_writes(memory: torch.Tensor, written: Written, drafts: Drafts, kept: 
     layers, places, groups, dim, width = memory.shape
     key_groups = written.keys.shape[2]
     heads = written.decays.shape[2]
-    overlap = overlaps(memory.device)
     rows, columns = next_power_of_2(dim), min(COLUMNS, next_power_of_2(width))
     _accept_writes_kernel[(len(drafts.states), layers * groups, cdiv(width, columns))](
         memory, drafts.states, drafts.firsts, kept, *written, written.keys.shape[1], places,
-        groups, dim, width, key_groups, heads, rows, columns, overlap,
-        num_warps=max(1, rows // 32), launch_pdl=overlap,
+        groups, dim, width, key_groups, heads, rows, columns,
+        num_warps=max(1, rows // 32),
     )  # fmt: skip

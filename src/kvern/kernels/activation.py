@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
-from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
+from kvern.kernels.quantize_rows import Coding, RowCodes, Strides, Target, store_codes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 """Activations of gated MLPs; others run in PyTorch. Experts have more, see `kernels/moe.py`."""
@@ -41,8 +41,7 @@ def activate_gated(gate, up, KIND: tl.constexpr):
 def _gated_activation_kernel(
     gate_up: tl.tensor, out: tl.tensor, width, KIND: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -52,51 +51,39 @@ def _gated_activation_kernel(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["row_stride", "group_stride"])
+@triton.jit(do_not_specialize=["strides"])
 def _coded_activation_kernel(
     gate_up: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    static: tl.tensor,
-    row_stride,
-    group_stride,
-    limit,
+    target: Target,
+    strides: Strides,
     width,
     KIND: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INTEGER: tl.constexpr,
-    STATIC: tl.constexpr,
-    GROUP: tl.constexpr,
+    RULE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A row is a program's, because its largest number has to be known; it is rounded to the dtype of x before."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     activated = (activate(gate, KIND) * up).to(gate_up.dtype.element_ty).to(tl.float32)
-    store_codes(
-        activated, row, column, width, codes, scales, static, row_stride, group_stride, limit,
-        LARGEST, INTEGER, STATIC, GROUP,
-    )  # fmt: skip
+    store_codes(activated, row, column, width, target, strides, RULE)
 
 
 def coded_gated_activation(gate_up: torch.Tensor, activation: str, coding: Coding) -> RowCodes:
     """Returns `gated_activation` as coded by `coding`, bit for bit, in one launch except for very long rows."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    block, overlap = coding.block(width), overlaps(gate_up.device)
+    block = coding.block(width)
     if not block:
         return coding(gated_activation(gate_up, activation))
     made = coding.empty(tokens, width, gate_up.device)
-    variables, constants = coding.arguments(made)
+    target, strides, rule = coding.arguments(made)
     _coded_activation_kernel[(tokens,)](
-        gate_up, *variables, width, activation, *constants, block, overlap,
-        num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
-    )  # fmt: skip
+        gate_up, target, strides, width, activation, rule, block, num_warps=min(16, max(1, block // 1024))
+    )
     return made
 
 
@@ -105,8 +92,5 @@ def gated_activation(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, next_power_of_2(width))
-    overlap = overlaps(gate_up.device)
-    _gated_activation_kernel[(tokens, cdiv(width, block))](
-        gate_up, out, width, activation, block, overlap, num_warps=4, launch_pdl=overlap
-    )
+    _gated_activation_kernel[(tokens, cdiv(width, block))](gate_up, out, width, activation, block, num_warps=4)
     return out

@@ -20,10 +20,11 @@ from kvern.kernels.adapters import (
     shrink,
     splits_of,
 )
-from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps
+from kvern.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait
 from kvern.kernels.linear import MatmulShape, join_splits, sum_of_tile
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
 def _adapted_product_kernel(
     x: tl.tensor,
@@ -119,7 +120,7 @@ def adapted_product(
     rows, inputs = x.shape
     places, parts, most, _ = down.shape
     first_end, second_end, third_end, outputs = four_ends(ends)
-    splits, overlap = splits_of(inputs), overlaps(x.device)
+    splits = splits_of(inputs)
     tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
     low = shrink(x, adapters, down, ranks, splits, tile)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -155,9 +156,7 @@ def adapted_product(
         shape.rows,
         shape.outputs,
         shape.inputs,
-        overlap,
         num_warps=shape.warps,
         num_stages=shape.stages_on(x.device, x.element_size()),
-        launch_pdl=overlap,
     )
     return out

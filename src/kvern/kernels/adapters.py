@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import gdc_launch_dependents, gdc_wait, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, stages, wait_for_previous
 
 SMALLEST_TILE = 16
 """The smallest tile of the matrix units."""
@@ -39,6 +39,7 @@ MANY_OUTPUTS = 16384
 """The number of outputs with which wider tiles still give every processor one."""
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
 def _shrink_kernel(
     x: tl.tensor,
@@ -136,6 +137,7 @@ def _spread(values, using, group, ROWS: tl.constexpr, TOGETHER: tl.constexpr, CH
     return tl.reshape(each, [ROWS, TOGETHER * CHUNK])
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
 def _expand_kernel(
     low: tl.tensor,
@@ -177,8 +179,7 @@ def _expand_kernel(
     using = tl.load(adapters + row, mask=row < rows, other=-1)
     its = tl.load(ranks + using, mask=using >= 0, other=0)
     highest = tl.max(its, axis=0)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     if highest > 0:
         target = out + start + row.to(tl.int64)[:, None] * outputs + column[None, :]
         update = tl.load(target, mask=(its > 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -205,7 +206,6 @@ def shrink(
     places, parts, most, _ = down.shape
     low = torch.empty(splits, rows, parts * most, dtype=torch.float32, device=x.device)
     together = min(SHRINK_ADAPTERS, triton.next_power_of_2(places))
-    overlap = overlaps(x.device)
     _shrink_kernel[(triton.cdiv(rows, tile), parts * splits, triton.cdiv(places, together))](
         x,
         adapters,
@@ -223,10 +223,8 @@ def shrink(
         tile,
         CHUNK,
         INPUTS,
-        overlap,
         num_warps=WARPS,
         num_stages=3,
-        launch_pdl=overlap,
     )
     return low
 
@@ -262,7 +260,6 @@ def add_adapters(
         tile = min(LARGEST_TILE, max(SMALLEST_TILE, triton.next_power_of_2(rows)))
         splits = 1 if rows >= SPLIT_ROWS else splits
     width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
-    overlap = overlaps(x.device)
     low = shrink(x, adapters, down, ranks, splits, tile)
     step_bytes = CHUNK * (4 * splits * tile + EXPAND_ADAPTERS * width * x.element_size())
     # Buffers of wide tiles leave a processor too few programs.
@@ -289,10 +286,8 @@ def add_adapters(
         CHUNK,
         width,
         all(end % width == 0 for end in ends),
-        overlap,
         num_warps=WARPS,
         num_stages=deep,
-        launch_pdl=overlap,
     )
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
 
 BLOCK = 1024
 
@@ -33,8 +33,7 @@ def _arrange_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = place < inputs
@@ -57,7 +56,6 @@ def arrange(x: torch.Tensor, order: torch.Tensor | None, arrangement: Arrangemen
     """
     rows, inputs = x.shape
     out = torch.empty(rows, inputs, dtype=x.dtype, device=x.device)
-    overlap = overlaps(x.device)
     _arrange_kernel[(rows, cdiv(inputs, BLOCK))](
         x,
         x if order is None else order,
@@ -67,9 +65,7 @@ def arrange(x: torch.Tensor, order: torch.Tensor | None, arrangement: Arrangemen
         order is not None,
         arrangement,
         BLOCK,
-        overlap,
         num_warps=4,
-        launch_pdl=overlap,
     )
     return out
 
@@ -106,8 +102,7 @@ def _scaled_lanes_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     known = place < inputs
@@ -138,7 +133,6 @@ def scaled_lanes(x: torch.Tensor, gain: torch.Tensor | None = None, epsilon: flo
     Numbers below 2^-24 of a row's largest are rounded, and all that a gain has multiplied, to 11 bits.
     """
     rows, inputs = x.shape
-    overlap = overlaps(x.device)
     made = ScaledLanes(
         torch.empty(rows, inputs, dtype=torch.float16, device=x.device),
         torch.empty(rows, inputs // 16, dtype=torch.float16, device=x.device),
@@ -152,8 +146,6 @@ def scaled_lanes(x: torch.Tensor, gain: torch.Tensor | None = None, epsilon: flo
         x.stride(0),
         epsilon,
         next_power_of_2(inputs),
-        overlap,
         num_warps=8,
-        launch_pdl=overlap,
     )
     return made

@@ -22,7 +22,7 @@ from kvern.kernels.attention_arguments import (
 from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, first_tile, join_parts, parts_at_a_time
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
 from kvern.kernels.eight_bit import in_values, query_factors, score_scale
-from kvern.kernels.launch import Launcher, Rows, next_power_of_2, overlaps, rows_of, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, Rows, next_power_of_2, rows_of, stages, wait_for_previous
 
 
 class DecodeShape(NamedTuple):
@@ -161,8 +161,7 @@ def _decode_attention_kernel(
     block = first_blocks(table, begin, end, SHAPE)
     if split >= used:
         return
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.arange(0, SHAPE.ROWS)
     dim = tl.arange(0, SHAPE.DIM)
     head = kv_head * SHAPE.group + row
@@ -266,7 +265,6 @@ def decode_attention(
     group = heads // kv_heads
     rows = next_power_of_2(group)
     of_tile = tile_shape(query, layer, max(16, rows), shape.tile)
-    overlap = overlaps(query.device)
     helpers = max(1, shape.programs // kv_heads)
     parts = empty_parts((requests + helpers) * kv_heads, group, head_dim=head_dim, device=query.device)
     prefix = parts
@@ -292,8 +290,6 @@ def decode_attention(
         rows,
         shape.unsplit,
         parts_at_a_time(rows, of_tile.DIM, shape.warps),
-        overlap,
         num_warps=shape.warps,
         num_stages=deep,
-        launch_pdl=overlap,
     )

@@ -19,7 +19,7 @@ import triton.language as tl
 from kvern.kernels.attention_arguments import CachedLayer, Decodes, Parts, Runs, empty_parts, scored
 from kvern.kernels.attention_decode import all_keys
 from kvern.kernels.attention_loop import first_blocks
-from kvern.kernels.launch import Launcher, Rows, capability, cdiv, next_power_of_2, overlaps, rows_of, wait_for_previous
+from kvern.kernels.launch import Launcher, Rows, capability, cdiv, next_power_of_2, rows_of, wait_for_previous
 
 QUERIES = 16
 """Tokens of a tile of a run."""
@@ -124,14 +124,12 @@ def _latent_attention_kernel(
     end = tl.minimum(begin + span, length)
     place = (tile * batch.splits + split) * SHAPE.TILE_ROWS + row
     if begin >= end:
-        if OVERLAP:
-            wait_for_previous()
+        wait_for_previous(OVERLAP)
         if SPLIT:
             tl.store(parts.sums + place, float("-inf"), mask=real)
         return
     block = first_blocks(own, begin, end, SHAPE)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     column = tl.arange(0, SHAPE.KEYS)
     entry = tl.arange(0, SHAPE.LATENT)
     rest = tl.arange(0, SHAPE.REST)
@@ -196,8 +194,7 @@ def _join_latents_kernel(
     row = tl.program_id(0)
     tile = tl.program_id(1).to(tl.int64)
     asked = tile * SHAPE.heads + row
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     if not DECODE:
         request = tl.load(batch.tile_request + tile).to(tl.int64)
         first = tl.load(batch.tile_first + tile)
@@ -297,7 +294,6 @@ def latent_attention(
     """
     _, heads, width = query.shape
     latent, block_size = out.shape[2], layer.cache.shape[2]
-    overlap = overlaps(query.device)
     count = requests.slots.shape[0]
     decode = isinstance(requests, Decodes)
     if isinstance(requests, Decodes):
@@ -333,12 +329,8 @@ def latent_attention(
             decode,
             splits > 1,
             SPAN,
-            overlap,
             num_warps=shape.warps,
             num_stages=shape.stages,
-            launch_pdl=overlap,
         )
     if splits > 1:
-        _join_latents_kernel[(rows, tiles)](
-            parts, batch, out, of_tile, decode, JOINED, overlap, num_warps=4, launch_pdl=overlap
-        )
+        _join_latents_kernel[(rows, tiles)](parts, batch, out, of_tile, decode, JOINED, num_warps=4)

@@ -12,7 +12,7 @@ import triton.language as tl
 from kvern.kernels.attention_arguments import CachedLayer, Pages, Parts, pages_of, scored, tile_shape
 from kvern.kernels.attention_loop import attend, first_blocks, most_rows
 from kvern.kernels.eight_bit import in_values, query_factors, score_scale
-from kvern.kernels.launch import Launcher, Rows, next_power_of_2, overlaps, rows_of, wait_for_previous
+from kvern.kernels.launch import Launcher, Rows, next_power_of_2, rows_of, wait_for_previous
 
 
 class SharedPrefix(NamedTuple):
@@ -86,8 +86,7 @@ def _prefix_attention_kernel(
     row = tl.arange(0, SHAPE.ROWS)
     member = tl.load(batch.members + tile * MEMBERS + row // GROUP).to(tl.int64)
     leader = tl.load(batch.members + tile * MEMBERS)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     if keys > 0:
         table = pages.table + tl.load(batch.slots + leader).to(tl.int64) * pages.table_stride
         span = tl.cdiv(tl.cdiv(keys, tl.num_programs(2)), SHAPE.KEYS) * SHAPE.KEYS
@@ -135,7 +134,6 @@ def attend_to_prefix(
     keys, warps, stages = _tile(query.shape[2], layer.cache.element_size())
     of_tile = tile_shape(query, layer._replace(window=None), 0, keys)
     group = max(next_power_of_2(of_tile.group), 16 // members)  # rows of a product, of which there are 16 at least
-    overlap = overlaps(query.device)
     _prefix_attention_kernel[(of_tile.kv_heads, tiles, prefix_parts(of_tile.kv_heads, tiles))](
         rows_of(query),
         pages_of(layer._replace(sinks=None), table),
@@ -144,8 +142,6 @@ def attend_to_prefix(
         *scored(layer),
         of_tile._replace(ROWS=members * group),
         group,
-        overlap,
         num_warps=warps,
         num_stages=stages,
-        launch_pdl=overlap,
     )

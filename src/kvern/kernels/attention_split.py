@@ -31,7 +31,7 @@ from kvern.kernels.attention_loop import (
 )
 from kvern.kernels.attention_prefill import last_keys
 from kvern.kernels.eight_bit import in_values, query_factors, score_scale
-from kvern.kernels.launch import Launcher, Rows, next_power_of_2, overlaps, rows_of, wait_for_previous
+from kvern.kernels.launch import Launcher, Rows, next_power_of_2, rows_of, wait_for_previous
 
 
 class SplitShape(NamedTuple):
@@ -118,8 +118,7 @@ def _split_attention_kernel(
     block = first_blocks(table, from_key, to_key, SHAPE)
     if split >= tl.maximum(used, 1):  # programs of the next kernel have its place; one of each tile waits with them
         return
-    if OVERLAP:  # the batch's description was written well before the kernel that this one overlaps with
-        wait_for_previous()
+    wait_for_previous(OVERLAP)  # the batch's description was written well before the kernel that this one overlaps with
     if split >= used:
         return
     row = tl.arange(0, SHAPE.ROWS)
@@ -207,7 +206,6 @@ def split_attention(
     """
     count, heads, head_dim = query.shape
     of_tile = tile_shape(query, layer, shape.rows, shape.keys)
-    overlap = overlaps(query.device)
     parts = (count, heads, shape.splits) if shape.splits > 1 else (0, 0, 0)
     _split_attention_kernel[(of_tile.kv_heads, shape.splits, runs.tile_request.shape[0])](
         rows_of(query),
@@ -221,8 +219,6 @@ def split_attention(
         of_tile,
         next_power_of_2(of_tile.group),
         parts_at_a_time(shape.rows, of_tile.DIM, shape.warps),
-        overlap,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        launch_pdl=overlap,
     )

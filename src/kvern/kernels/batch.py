@@ -1,99 +1,121 @@
 """Reading a step's tokens from the batch on the device, and writing what was sampled back to it."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, wait_for_previous
+
+
+class TokenRuns(NamedTuple):
+    """R runs of tokens of a step of T tokens: [R] int32 each.
+
+    slots, starts, counts   row, first position and number of tokens of each run
+    firsts                  index of the first token of each run among the T tokens
+    """
+
+    slots: Any
+    starts: Any
+    firsts: Any
+    counts: Any
+
+
+class Drafted(NamedTuple):
+    """What runs with drafts have beside: how far rows are computed, and what is written of starts and rows."""
+
+    computed: Any = None
+    exact_starts: Any = None
+    token_slots: Any = None
+
+
+NO_DRAFTS = Drafted()
 
 
 @Launcher
 @triton.jit(
-    do_not_specialize=["token_stride", "table_stride"],
-    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_ids", "positions", "slot_mapping"],
+    do_not_specialize=["total", "token_stride", "table_stride"], do_not_specialize_on_alignment=["runs", "drafted"]
 )
 def _read_tokens_kernel(
     tokens: tl.tensor,
     block_table: tl.tensor,
     turn_first: tl.tensor,
     turn_shift: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    firsts: tl.tensor,
-    counts: tl.tensor,
-    token_ids: tl.tensor,
-    positions: tl.tensor,
-    slot_mapping: tl.tensor,
+    runs: TokenRuns,
+    drafted: Drafted,
+    described: tl.tensor,
+    total,
     token_stride: tl.int64,
     table_stride: tl.int64,
     block_size: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    request = tl.program_id(0)
+    run = tl.program_id(0)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < tl.load(counts + request)
-    slot = tl.load(slots + request).to(tl.int64)
-    position = tl.load(starts + request) + offset
-    target = tl.load(firsts + request) + offset
+    inside = offset < tl.load(runs.counts + run)
+    slot = tl.load(runs.slots + run).to(tl.int64)
+    start = tl.load(runs.starts + run)
+    if drafted.computed is not None:
+        start = tl.where(start < 0, tl.load(drafted.computed + slot), start)
+        if tl.program_id(1) == 0:
+            tl.store(drafted.exact_starts + run, start)
+    position = start + offset
+    target = described + tl.load(runs.firsts + run) + offset
     token = tl.load(tokens + slot * token_stride + position, mask=inside, other=0)
     block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
     shift = tl.where(position >= tl.load(turn_first + slot), tl.load(turn_shift + slot), 0)
-    tl.store(token_ids + target, token.to(tl.int64), mask=inside)
-    tl.store(positions + target, position.to(tl.int64) + shift, mask=inside)
-    tl.store(slot_mapping + target, block * block_size + position % block_size, mask=inside)
+    tl.store(target, token.to(tl.int64), mask=inside)
+    tl.store(target + total, position.to(tl.int64) + shift, mask=inside)
+    tl.store(target + 2 * total, block * block_size + position % block_size, mask=inside)
+    if drafted.computed is not None:
+        tl.store(target + 3 * total, position.to(tl.int64) + 1, mask=inside)
+        tl.store(drafted.token_slots + tl.load(runs.firsts + run) + offset, slot.to(tl.int32), mask=inside)
 
 
 def read_tokens(
     tokens: torch.Tensor,
     block_table: torch.Tensor,
     turns: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    firsts: torch.Tensor,
-    counts: torch.Tensor,
+    runs: TokenRuns,
     total: int,
     longest: int,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids, positions and slot mapping of a step, each [total] int64.
+    drafted: Drafted = NO_DRAFTS,
+) -> torch.Tensor:
+    """Token ids, positions and slot mapping of a step, [3, total] int64.
 
     tokens [slots, positions] and block_table [slots, blocks] int32 and turns, [slots] int64 each, are the batch: from
-    the position turns[0] on positions are shifted by turns[1]. slots, starts, firsts and counts, each [R] int32, say
-    which row, from which position, to which index of the step, and how many tokens (`longest` at most).
+    the position turns[0] on positions are shifted by turns[1]. TokenRuns have `longest` tokens at most.
     """
-    token_ids, positions, slot_mapping = torch.empty(3, total, dtype=torch.int64, device=tokens.device)
-    block = 1024
-    _read_tokens_kernel[(slots.shape[0], cdiv(longest, block))](
+    few = drafted.computed is not None
+    described = torch.empty(4 if few else 3, total, dtype=torch.int64, device=tokens.device)
+    block = 64 if few else 1024
+    _read_tokens_kernel[(runs.slots.shape[0], cdiv(longest, block))](
         tokens,
         block_table,
         *turns,
-        slots,
-        starts,
-        firsts,
-        counts,
-        token_ids,
-        positions,
-        slot_mapping,
+        runs,
+        drafted,
+        described,
+        total,
         tokens.stride(0),
         block_table.stride(0),
         block_size,
         block,
-        num_warps=4,
+        num_warps=2 if few else 4,
     )
-    return token_ids, positions, slot_mapping
+    return described
 
 
 @Launcher
 @triton.jit(
     do_not_specialize=["rows", "total", "table_stride"],
-    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "slot_mappings"],
+    do_not_specialize_on_alignment=["runs", "slot_mappings"],
 )
 def _read_slots_kernel(
     tables: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    firsts: tl.tensor,
-    counts: tl.tensor,
+    runs: TokenRuns,
     slot_mappings: tl.tensor,
     rows,
     total,
@@ -104,21 +126,18 @@ def _read_slots_kernel(
     request = tl.program_id(0)
     table = tl.program_id(2)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < tl.load(counts + request)
-    row = ((table + 1) * rows + tl.load(slots + request)).to(tl.int64)
-    position = tl.load(starts + request) + offset
+    inside = offset < tl.load(runs.counts + request)
+    row = ((table + 1) * rows + tl.load(runs.slots + request)).to(tl.int64)
+    position = tl.load(runs.starts + request) + offset
     block = tl.load(tables + row * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
-    target = table.to(tl.int64) * total + tl.load(firsts + request) + offset
+    target = table.to(tl.int64) * total + tl.load(runs.firsts + request) + offset
     tl.store(slot_mappings + target, block * block_size + position % block_size, mask=inside)
 
 
 def read_slots(
     tables: torch.Tensor,
     rows: int,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    firsts: torch.Tensor,
-    counts: torch.Tensor,
+    runs: TokenRuns,
     total: int,
     longest: int,
     block_size: int,
@@ -131,12 +150,9 @@ def read_slots(
     count = len(tables) // rows - 1
     slot_mappings = torch.empty(count, total, dtype=torch.int64, device=tables.device)
     block = 1024 if longest > 1 else 16
-    _read_slots_kernel[(slots.shape[0], cdiv(longest, block), count)](
+    _read_slots_kernel[(runs.slots.shape[0], cdiv(longest, block), count)](
         tables,
-        slots,
-        starts,
-        firsts,
-        counts,
+        runs,
         slot_mappings,
         rows,
         total,
@@ -148,6 +164,7 @@ def read_slots(
     return slot_mappings
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["requests", "token_stride", "table_stride"],
     do_not_specialize_on_alignment=["slots", "starts", "token_ids", "positions", "slot_mapping", "next_positions"],
@@ -170,8 +187,7 @@ def _read_decodes_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < requests
     slot = tl.load(slots + request, mask=inside, other=0).to(tl.int64)
@@ -196,7 +212,6 @@ def read_decodes(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`read_tokens` for one token of each request, and the positions that are sampled; each [R] int64."""
     requests = slots.shape[0]
-    overlap = overlaps(tokens.device)
     token_ids, positions, slot_mapping, next_positions = torch.empty(
         4, requests, dtype=torch.int64, device=tokens.device
     )
@@ -215,9 +230,7 @@ def read_decodes(
         block_table.stride(0),
         block_size,
         64,
-        overlap,
         num_warps=2,
-        launch_pdl=overlap,
     )
     return token_ids, positions, slot_mapping, next_positions
 

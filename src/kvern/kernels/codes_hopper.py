@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from kvern.kernels.hopper import hopper_multiplies, processors, thread_barrier, tiles_of
+from kvern.kernels.hopper import barriers, hopper_multiplies, processors, thread_barrier, tiles_of
 from kvern.kernels.linear import TileShape
 from kvern.kernels.packed import Packed
 from kvern.kernels.product_hopper import CONSUMER_REGISTERS, PRODUCER_REGISTERS, ROWS, fetch, place_of, write
@@ -162,11 +162,7 @@ def _codes_kernel(
     values = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS // 2, INPUTS], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, INPUTS], shared)
     staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS // 2, OUTPUTS], out_tiles.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    ready, empty = barriers(STAGES, 1, 2)
     sizes = (tiles, columns, group, steps, rows, outputs)
     gl.warp_specialize(
         [

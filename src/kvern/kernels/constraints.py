@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, wait_for_previous
 
 PENALTIES = tl.constexpr(1)
 LISTS = tl.constexpr(2)
@@ -46,18 +46,19 @@ class ConstrainedRows(Protocol):
     frequency: torch.Tensor
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["slots", "changes"])
 def _clear_kernel(
     counts: tl.tensor, slots: tl.tensor, changes: tl.tensor, vocabulary, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(changes + tl.load(slots + row).to(tl.int64)) & PENALTIES) != 0:
         token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         tl.store(counts + row * vocabulary + token, tl.zeros([BLOCK], tl.int32), mask=token < vocabulary)
 
 
+@Launcher
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions", "changes", "prompt_lengths", "repetitions"])
 def _count_kernel(
     counts: tl.tensor,
@@ -73,8 +74,7 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if (tl.load(changes + slot) & PENALTIES) != 0:
@@ -119,6 +119,7 @@ def _ban_words(scores, words, ids, count, longest, text, generated, first, last,
         tl.store(scores + token, tl.full([BLOCK], float("-inf"), tl.float32), mask=ended)
 
 
+@Launcher
 @triton.jit(
     do_not_specialize_on_alignment=[
         "slots",
@@ -151,8 +152,7 @@ def _change_kernel(
     SMALL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     change = tl.load(changes + slot)
@@ -221,12 +221,10 @@ def change(
     among their tokens and its length, and their tokens.
     """
     count, vocabulary = logits.shape
-    chunks, overlap = triton.cdiv(vocabulary, CHUNK), overlaps(logits.device)
+    chunks = triton.cdiv(vocabulary, CHUNK)
     scores = torch.empty(count, vocabulary, dtype=torch.float32, device=logits.device)
     counts = scores.view(torch.int32)
-    _clear_kernel[(count, chunks)](
-        counts, slots, rows.changes, vocabulary, CHUNK, overlap, num_warps=4, launch_pdl=overlap
-    )
+    _clear_kernel[(count, chunks)](counts, slots, rows.changes, vocabulary, CHUNK, num_warps=4)
     _count_kernel[(count, READERS)](
         counts,
         slots,
@@ -239,9 +237,7 @@ def change(
         rows.tokens.stride(0),
         READERS,
         256,
-        overlap,
         num_warps=2,
-        launch_pdl=overlap,
     )
     _change_kernel[(count, chunks)](
         logits,
@@ -261,8 +257,6 @@ def change(
         HEADER,
         CHUNK,
         128,
-        overlap,
         num_warps=4,
-        launch_pdl=overlap,
     )
     return scores

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
 
 CHANNELS = 256
 """The channels of a program that convolves."""
@@ -97,8 +97,7 @@ def _convolve_tokens_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A token of each request; what the convolution was given last moves by one."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -131,10 +130,10 @@ def convolve_tokens(
     (weights, bias), count = taps, len(mixed)
     kernel, channels = weights.shape
     out = torch.empty(count, channels, dtype=mixed.dtype, device=mixed.device)
-    block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(mixed.device)
+    block = min(CHANNELS, next_power_of_2(channels))
     _convolve_tokens_kernel[(count, cdiv(channels, block))](
-        mixed, weights, bias, memory, states, out, mixed.stride(0), channels, kernel, gated, block, overlap,
-        num_warps=2, launch_pdl=overlap,
+        mixed, weights, bias, memory, states, out, mixed.stride(0), channels, kernel, gated, block,
+        num_warps=2,
     )  # fmt: skip
     return out
 
@@ -164,8 +163,7 @@ def _convolve_runs_kernel(
 
     To `noted [tokens, channels]` go the tokens' own, if anywhere.
     """
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = token < tokens
@@ -214,8 +212,7 @@ def _remember_kernel(
     Layers have so many tokens and states each. Where one begins is a multiple of a row, whose alignment is known: that
     of how far they are apart would change with a step's tokens.
     """
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     request, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
     mixed += layer * tokens * mixed_stride
     memory += layer * places * ((KERNEL - 1) * channels)
@@ -237,10 +234,10 @@ def _convolve(
     (weights, bias), tokens = taps, len(mixed)
     kernel, channels = weights.shape
     out = torch.empty(tokens, channels, dtype=mixed.dtype, device=mixed.device)
-    block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(mixed.device)
+    block = min(CHANNELS, next_power_of_2(channels))
     _convolve_runs_kernel[(cdiv(tokens, TOKENS), cdiv(channels, block))](
         mixed, weights, bias, memory, runs.states, runs.firsts, runs.requests, out, noted, mixed.stride(0), tokens,
-        channels, kernel, gated, TOKENS, block, overlap, num_warps=4, launch_pdl=overlap,
+        channels, kernel, gated, TOKENS, block, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -252,10 +249,10 @@ def _remember(
     layers, places, remembered, channels = memory.shape
     if not remembered:
         return
-    block, overlap = min(CHANNELS, next_power_of_2(channels)), overlaps(memory.device)
+    block = min(CHANNELS, next_power_of_2(channels))
     _remember_kernel[(len(runs.states), cdiv(channels, block), layers)](
         mixed, memory, runs.states, runs.firsts, counts, mixed.stride(1), mixed.shape[1], places,
-        channels, remembered + 1, gated, block, overlap, num_warps=2, launch_pdl=overlap,
+        channels, remembered + 1, gated, block, num_warps=2,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.convolution import Runs, silu
-from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, wait_for_previous
 
 CHUNK = 64
 """Tokens whose deltas are one triangular system."""
@@ -105,8 +105,7 @@ def _advance_tokens_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A token of each request; a program has some columns of one head's state."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     known, inside = row < HEADS.key_dim, column < HEADS.value_dim
@@ -135,11 +134,11 @@ def advance_tokens(
     """
     count = len(inputs)
     out = torch.empty(count, heads.value_heads, heads.value_dim, dtype=torch.float32, device=inputs.device)
-    keys, overlap = next_power_of_2(heads.key_dim), overlaps(inputs.device)
+    keys = next_power_of_2(heads.key_dim)
     values = min(VALUES, next_power_of_2(heads.value_dim))
     _advance_tokens_kernel[(count, heads.value_heads, cdiv(heads.value_dim, values))](
-        inputs, gates, memory, states, out, gates.beta.stride(0), heads, keys, values, overlap,
-        num_warps=4, launch_pdl=overlap,
+        inputs, gates, memory, states, out, gates.beta.stride(0), heads, keys, values,
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -181,8 +180,7 @@ def _solve_chunks_kernel(
 
     Raw keys and queries are multiplied, which are exact, and their lengths afterwards.
     """
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     chunk, head = tl.program_id(0), tl.program_id(1)
     place, row = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     token = tl.load(chunks + chunk).to(tl.int64) + place
@@ -251,8 +249,7 @@ def _advance_runs_kernel(
 
     All is transposed: what was computed last is the first factor of the next product, which registers may hold.
     """
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     request, head = tl.program_id(0), tl.program_id(1)
     place, row = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -327,17 +324,17 @@ def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs:
     solved, scores = torch.empty(2, heads.value_heads, tokens, CHUNK, dtype=dtype, device=device)
     factors = torch.empty(4, heads.value_heads, tokens, dtype=torch.float32, device=device)
     out = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=torch.float32, device=device)
-    precision, overlap = {torch.float32: "ieee", torch.float16: "tf32"}.get(dtype), overlaps(device)
+    precision = {torch.float32: "ieee", torch.float16: "tf32"}.get(dtype)
     keys, count = max(16, next_power_of_2(heads.key_dim)), runs.chunks.shape[1]
     shape = run_shape(dtype, device)
     _solve_chunks_kernel[(count, heads.value_heads)](
         inputs, gates, runs.chunks, solved, scores, factors, gates.beta.stride(0), count, tokens,
-        heads, keys, CHUNK, CHUNK.bit_length() - 1, precision, overlap, num_warps=shape.solvers, launch_pdl=overlap,
+        heads, keys, CHUNK, CHUNK.bit_length() - 1, precision, num_warps=shape.solvers,
     )  # fmt: skip
     values = min(shape.values, max(16, next_power_of_2(heads.value_dim)))
     _advance_runs_kernel[(len(runs.states), heads.value_heads, cdiv(heads.value_dim, values))](
         inputs, solved, scores, factors, memory, runs, out, tokens,
-        heads, keys, values, CHUNK, shape.stages, precision, overlap, num_warps=4, launch_pdl=overlap,
+        heads, keys, values, CHUNK, shape.stages, precision, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -357,8 +354,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = (head < HEADS)[:, None] & (column < WIDTH)[None, :]
@@ -377,10 +373,10 @@ def gated_norm(read: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps
     """
     tokens, heads, width = read.shape
     out = torch.empty(tokens, heads * width, dtype=gate.dtype, device=gate.device)
-    overlap, block = overlaps(read.device), next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = min(next_power_of_2(heads), max(1, NORMED // block))
     _gated_norm_kernel[(tokens, cdiv(heads, rows))](
-        read, gate, weight, out, gate.stride(0), epsilon, heads, width, rows, block, overlap,
-        num_warps=4, launch_pdl=overlap,
+        read, gate, weight, out, gate.stride(0), epsilon, heads, width, rows, block,
+        num_warps=4,
     )  # fmt: skip
     return out

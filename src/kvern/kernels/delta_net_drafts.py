@@ -16,7 +16,7 @@ import triton.language as tl
 from kvern.kernels.accepted_drafts import NOTED, TOKENS, Written, exact_product
 from kvern.kernels.convolution import Drafts
 from kvern.kernels.delta_net import LENGTH_FLOOR, Gates, Heads, decay_of, rows_of, unit_of
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
 
 COLUMNS = 64
 """The columns of a state in one program; with more than a tile's rows its warps are side by side."""
@@ -51,8 +51,7 @@ def _read_drafts_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A run, some tokens at a time, by a copy of its state; a program has some columns of one head's."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     run, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, KEYS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     place, of_pair = tl.arange(0, TOKENS), tl.arange(0, 2 * TOKENS)
@@ -134,9 +133,9 @@ def read_drafts(
     `written` is to hold what they would write, keys [T, key_heads, key_dim] of length 1 and deltas [T, value_heads,
     value_dim]. Moves the states of all heads in.
     """
-    keys, overlap = max(16, next_power_of_2(heads.key_dim)), overlaps(inputs.device)
+    keys = max(16, next_power_of_2(heads.key_dim))
     columns = max(16, min(COLUMNS, next_power_of_2(heads.value_dim)))
     _read_drafts_kernel[(len(drafts.states), heads.value_heads, cdiv(heads.value_dim, columns))](
         inputs, gates, memory, drafts, *written, read, gates.beta.stride(0),
-        heads, keys, columns, TOKENS, overlap, num_warps=WARPS, launch_pdl=overlap,
+        heads, keys, columns, TOKENS, num_warps=WARPS,
     )  # fmt: skip

@@ -4,55 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kvern.kernels.batch import Drafted, TokenRuns, read_tokens
 from kvern.kernels.launch import Launcher, cdiv
 
 MOST_TOKENS = 32
 """The most tokens of a row whose drafts are verified."""
-READ = 64
-
-
-@Launcher
-@triton.jit(
-    do_not_specialize=["total", "token_stride", "table_stride"],
-    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "token_slots", "exact_starts"],
-)
-def _read_drafts_kernel(
-    tokens: tl.tensor,
-    block_table: tl.tensor,
-    computed: tl.tensor,
-    turn_first: tl.tensor,
-    turn_shift: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    firsts: tl.tensor,
-    counts: tl.tensor,
-    described: tl.tensor,
-    token_slots: tl.tensor,
-    exact_starts: tl.tensor,
-    total,
-    token_stride: tl.int64,
-    table_stride: tl.int64,
-    block_size: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    run = tl.program_id(0)
-    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < tl.load(counts + run)
-    slot = tl.load(slots + run).to(tl.int64)
-    start = tl.load(starts + run)
-    start = tl.where(start < 0, tl.load(computed + slot), start)
-    if tl.program_id(1) == 0:
-        tl.store(exact_starts + run, start)
-    position = start + offset
-    target = tl.load(firsts + run) + offset
-    token = tl.load(tokens + slot * token_stride + position, mask=inside, other=0)
-    block = tl.load(block_table + slot * table_stride + position // block_size, mask=inside, other=0).to(tl.int64)
-    tl.store(described + target, token.to(tl.int64), mask=inside)
-    shift = tl.where(position >= tl.load(turn_first + slot), tl.load(turn_shift + slot), 0)
-    tl.store(described + total + target, position.to(tl.int64) + shift, mask=inside)
-    tl.store(described + 2 * total + target, block * block_size + position % block_size, mask=inside)
-    tl.store(described + 3 * total + target, position.to(tl.int64) + 1, mask=inside)
-    tl.store(token_slots + target, slot.to(tl.int32), mask=inside)
 
 
 def read_drafts(
@@ -60,10 +16,7 @@ def read_drafts(
     block_table: torch.Tensor,
     computed: torch.Tensor,
     turns: tuple[torch.Tensor, torch.Tensor],
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    firsts: torch.Tensor,
-    counts: torch.Tensor,
+    runs: TokenRuns,
     exact_starts: torch.Tensor,
     total: int,
     block_size: int,
@@ -71,48 +24,23 @@ def read_drafts(
     """Returns `read_tokens`, the positions that are sampled after each token, [4, total] int64, and the row of each
     token, [total] int32.
 
-    starts        [R] int32; below 0: where `computed` [slots] int32 says
+    runs          a start below 0 is where `computed` [slots] int32 says; together runs have `total` tokens
     exact_starts  [R] int32, written
-
-    All else is as for `read_tokens`; together runs have `total` tokens.
     """
-    runs = slots.shape[0]
-    described = torch.empty(4, total, dtype=torch.int64, device=tokens.device)
     token_slots = torch.empty(total, dtype=torch.int32, device=tokens.device)
-    _read_drafts_kernel[(runs, cdiv(total, READ))](
-        tokens,
-        block_table,
-        computed,
-        *turns,
-        slots,
-        starts,
-        firsts,
-        counts,
-        described,
-        token_slots,
-        exact_starts,
-        total,
-        tokens.stride(0),
-        block_table.stride(0),
-        block_size,
-        READ,
-        num_warps=2,
-    )
-    return described, token_slots
+    drafted = Drafted(computed, exact_starts, token_slots)
+    return read_tokens(tokens, block_table, turns, runs, total, total, block_size, drafted), token_slots
 
 
 @Launcher
 @triton.jit(
     do_not_specialize=["scratch", "token_stride"],
-    do_not_specialize_on_alignment=["slots", "starts", "firsts", "counts", "sampled", "kept"],
+    do_not_specialize_on_alignment=["runs", "sampled", "kept"],
 )
 def _accept_drafts_kernel(
     tokens: tl.tensor,
     computed: tl.tensor,
-    slots: tl.tensor,
-    starts: tl.tensor,
-    firsts: tl.tensor,
-    counts: tl.tensor,
+    runs: TokenRuns,
     sampled: tl.tensor,
     kept: tl.tensor,
     scratch,
@@ -120,13 +48,13 @@ def _accept_drafts_kernel(
     BLOCK: tl.constexpr,
 ):
     run = tl.program_id(0)
-    slot = tl.load(slots + run).to(tl.int64)
-    count = tl.load(counts + run)
-    start = tl.load(starts + run)
+    slot = tl.load(runs.slots + run).to(tl.int64)
+    count = tl.load(runs.counts + run)
+    start = tl.load(runs.starts + run)
     offset = tl.arange(0, BLOCK)
     inside = (offset < count) & (slot != scratch)
     place = tokens + slot * token_stride + start + 1 + offset
-    chosen = tl.load(sampled + tl.load(firsts + run) + offset, mask=inside, other=0).to(tl.int32)
+    chosen = tl.load(sampled + tl.load(runs.firsts + run) + offset, mask=inside, other=0).to(tl.int32)
     draft = tl.load(place, mask=inside, other=0)
     wrong = (draft != chosen) | (offset >= count - 1)
     right = tl.min(tl.where(wrong, offset, BLOCK), axis=0)
@@ -139,10 +67,7 @@ def _accept_drafts_kernel(
 def accept_drafts(
     tokens: torch.Tensor,
     computed: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    firsts: torch.Tensor,
-    counts: torch.Tensor,
+    runs: TokenRuns,
     sampled: torch.Tensor,
     kept: torch.Tensor,
 ) -> None:
@@ -151,16 +76,12 @@ def accept_drafts(
     What is sampled takes the drafts' places in `tokens [slots, positions]`; `computed [slots]` says how far rows are
     computed, all int32, and `kept [R] int64` how many are kept.
 
-    slots, starts, firsts, counts  [R] int32 each: rows, first positions, indices of the first tokens, and numbers of
-                                   tokens, at most MOST_TOKENS; runs of the last row, which pads, may have any
+    TokenRuns have at most MOST_TOKENS; those of the last row, which pads, may have any.
     """
-    _accept_drafts_kernel[(slots.shape[0],)](
+    _accept_drafts_kernel[(runs.slots.shape[0],)](
         tokens,
         computed,
-        slots,
-        starts,
-        firsts,
-        counts,
+        runs,
         sampled,
         kept,
         tokens.shape[0] - 1,

@@ -10,7 +10,7 @@ how much of what has the digits so far has which next digit. Some programs share
 they found and goes on. Logits of 16 bits take half as many digits. Rows without the filter take no time.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import triton
@@ -27,7 +27,7 @@ from kvern.kernels.digits import (
     value_of,
     weigh_digits,
 )
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, wait_for_previous
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -71,6 +71,7 @@ def _span(vocabulary, SHARES: tl.constexpr, BLOCK: tl.constexpr):
     return first, tl.minimum(first + size, vocabulary)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=SHORT)
 def _count_digits_kernel(
     logits: tl.tensor,
@@ -93,8 +94,7 @@ def _count_digits_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Four bits of the top_k-th largest."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
     top_k = tl.load(top_ks + slot)
@@ -112,6 +112,7 @@ def _count_digits_kernel(
             tl.store(written + (row * SHARES + share) * 16 + tl.arange(0, 16), found)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=SHORT)
 def _largest_kernel(
     logits: tl.tensor,
@@ -135,8 +136,7 @@ def _largest_kernel(
     OVERLAP: tl.constexpr,
 ):
     """The largest of each share, and the smallest key that top_k leaves."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
     top_k = tl.load(top_ks + slot)
@@ -156,6 +156,7 @@ def _largest_kernel(
         tl.store(largests + row * SHARES + share, tl.max(tl.max(largest, axis=0), axis=0))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows", "step", "shift"], do_not_specialize_on_alignment=SHORT)
 def _weigh_digits_kernel(
     logits: tl.tensor,
@@ -180,8 +181,7 @@ def _weigh_digits_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Four bits of the last that top_p leaves."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row, share = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
     top_p = tl.load(top_ps + slot)
@@ -259,6 +259,7 @@ def _typical(logits, scores, changed, row, vocabulary, low, largest, temperature
     return center, value_of(key ^ 0xFFFFFFFF)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=SHORT)
 def _bounds_kernel(
     logits: tl.tensor,
@@ -283,8 +284,7 @@ def _bounds_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot, temperature, changed, zeros = _row_of(slots, temperatures, changes, row, ZEROS)
     top_p = tl.load(top_ps + slot)
@@ -336,7 +336,7 @@ def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows
     slots            [N] integers: their rows
     """
     count, vocabulary = logits.shape
-    device, overlap = logits.device, overlaps(logits.device)
+    device = logits.device
     # a 16-bit number has 16 zeros behind it as a float32 (float16: 13)
     zeros = {torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0)
     shares = min(SHARES, triton.next_power_of_2(triton.cdiv(vocabulary, COUNTED)))
@@ -346,17 +346,16 @@ def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows
     found = torch.empty(2, count, shares, 16, dtype=torch.float32, device=device)
     kept = torch.empty(count, 4, dtype=torch.float32, device=device)
     which = logits, scores, slots, rows.temperature, rows.changes
-    counting, weighing = (zeros, shares, COUNTED, overlap), (zeros, shares, WEIGHED, overlap)
-    launch: dict[str, Any] = {"num_warps": 8, "launch_pdl": overlap}
+    counting = zeros, shares, COUNTED
     grid = count, shares
     shifts = list(enumerate(range(28, -1, -4)))
     for step, shift in shifts:
         read, written = found[(step + 1) % 2], found[step % 2]
         _count_digits_kernel[grid](
-            *which, rows.top_k, lows, wants, read, written, vocabulary, count, step, shift, *counting, **launch
+            *which, rows.top_k, lows, wants, read, written, vocabulary, count, step, shift, *counting, num_warps=8
         )
     filters = rows.top_k, rows.top_p, rows.min_p, rows.typical_p
-    _largest_kernel[grid](*which, *filters, lows, wants, found[1], largests, vocabulary, count, *counting, **launch)
+    _largest_kernel[grid](*which, *filters, lows, wants, found[1], largests, vocabulary, count, *counting, num_warps=8)
     for step, shift in shifts:
         read, written = found[(step + 1) % 2], found[step % 2]
         _weigh_digits_kernel[grid](
@@ -372,9 +371,10 @@ def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows
             count,
             step,
             shift,
-            *weighing,
+            zeros,
+            shares,
+            WEIGHED,
             num_warps=4,
-            launch_pdl=overlap,
         )
     _bounds_kernel[(count,)](
         *which,
@@ -390,8 +390,6 @@ def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows
         zeros,
         shares,
         4096,
-        overlap,
         num_warps=16,
-        launch_pdl=overlap,
     )
     return kept

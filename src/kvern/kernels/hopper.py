@@ -5,7 +5,7 @@ import functools
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kvern.kernels.activation import activate, activate_gated
@@ -38,6 +38,20 @@ def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 @functools.cache
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, FILLED: gl.constexpr, EMPTIED: gl.constexpr):
+    """For the stages of a ring: those on which what multiplies waits, and those on which what fetches does.
+
+    A stage is full, or empty, after so many arrivals.
+    """
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=FILLED)
+        mbarrier.init(empty.index(stage), count=EMPTIED)
+    return ready, empty
 
 
 @gluon.jit

@@ -46,10 +46,11 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def wait_for_previous():
-    """Let the next kernel start, then wait until the previous one has written everything."""
-    gdc_launch_dependents()
-    gdc_wait()
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Let the next kernel start, then wait until the previous one has written everything, if kernels overlap."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -138,7 +139,8 @@ class Launcher:
     """A kernel that is launched as Triton's are, in half the host's time: what was compiled before is looked up first.
 
     Its `tl.constexpr` parameters come last, and its first argument is a tensor, or tiles of one that TMA moves, or a
-    tuple that begins with one. Triton compiles for types, aligned pointers, integers that are 1 or multiples of 16,
+    tuple that begins with one. Where the last parameter is OVERLAP, callers leave it out: kernels on the device may
+    start early, or not. Triton compiles for types, aligned pointers, integers that are 1 or multiples of 16,
     what is None, and the shape of tiles; so much of the arguments is in the key.
 
     Arguments that travel together are one NamedTuple, whose fields are specialised as arguments are: what a kernel does
@@ -152,6 +154,7 @@ class Launcher:
         self._kernel = kernel
         self._compiled: dict[tuple[Hashable, ...], Any] = {}
         self._variable = 0
+        self._may_overlap = getattr(kernel, "arg_names", [])[-1:] == ["OVERLAP"]
         if isinstance(kernel, JITFunction):  # not the interpreter's
             constant = [parameter.is_constexpr for parameter in kernel.params]
             self._variable = constant.index(True) if True in constant else len(constant)
@@ -164,7 +167,11 @@ class Launcher:
         first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
-        device = (first if isinstance(first, torch.Tensor) else first.base).get_device()
+        tensor = first if isinstance(first, torch.Tensor) else first.base
+        if self._may_overlap:
+            options["launch_pdl"] = overlap = overlaps(tensor.device)
+            arguments = (*arguments, overlap)
+        device = tensor.get_device()
         if device < 0 or not self._variable:
             self._kernel[grid](*arguments, **options)
             return

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.launch import Launcher, cdiv, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, stages, wait_for_previous
 
 
 class MatvecShape(NamedTuple):
@@ -125,9 +125,9 @@ def _matvec_kernel(
     RESIDUAL: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < outputs
@@ -139,8 +139,7 @@ def _matvec_kernel(
     if ACTIVATION != "":
         up_tile = tile + outputs.to(tl.int64) * inputs
         ups = tl.load(up_tile, mask=mask, other=0.0)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     squares = tl.zeros([INPUTS], tl.float32)
     total, values, squares = _multiply_tile(x, gain, weights, column, inside, squares)
     if ACTIVATION != "":
@@ -189,7 +188,6 @@ def matvec(
     out = around.residual
     if out is None:
         out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    overlap = overlaps(x.device)
     _matvec_kernel[(cdiv(outputs, shape.outputs),)](
         x,
         weight,
@@ -203,11 +201,9 @@ def matvec(
         around.residual is not None,
         shape.outputs,
         shape.inputs,
-        overlap,
         shape.stages,
         shape.unroll,
         num_warps=shape.warps,
-        launch_pdl=overlap,
     )
     return out
 
@@ -294,8 +290,7 @@ def _small_matmul_kernel(
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     split = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -330,7 +325,6 @@ def small_matmul(
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
-    overlap = overlaps(x.device)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     partial = counters = out
     if shape.splits > 1:
@@ -354,9 +348,7 @@ def small_matmul(
         shape.rows,
         shape.outputs,
         shape.inputs,
-        overlap,
         num_warps=shape.warps,
         num_stages=shape.stages_on(x.device, x.element_size()),
-        launch_pdl=overlap,
     )
     return out

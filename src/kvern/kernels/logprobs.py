@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.digits import ordered, value_of
-from kvern.kernels.launch import overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, wait_for_previous
 
 CHUNK, WARPS = 4096, 4
 WIDTH = 128
 """Tokens that can be listed: a power of two from `MAX_LOGPROBS` on."""
 
 
+@Launcher
 @triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "wanted", "chosen"])
 def _chunk_kernel(
     logits: tl.tensor,
@@ -35,8 +36,7 @@ def _chunk_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.load(wanted + tl.load(slots + row).to(tl.int64)).to(tl.int32)
     if count >= 0:
@@ -61,6 +61,7 @@ def _chunk_kernel(
             key = tl.where(key == best, -1, key)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["chunks"], do_not_specialize_on_alignment=["slots", "wanted", "chosen"])
 def _row_kernel(
     logits: tl.tensor,
@@ -81,8 +82,7 @@ def _row_kernel(
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(wanted + tl.load(slots + row).to(tl.int64)).to(tl.int32)
     if count >= 0:
@@ -129,7 +129,6 @@ def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, ch
     """
     count, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
-    overlap = overlaps(logits.device)
     device = logits.device
     largests = torch.empty(count, chunks, dtype=torch.float32, device=device)
     sums = torch.empty_like(largests)
@@ -148,9 +147,7 @@ def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, ch
         chunks,
         WIDTH,
         CHUNK,
-        overlap,
         num_warps=WARPS,
-        launch_pdl=overlap,
     )
     _row_kernel[(count,)](
         logits,
@@ -166,7 +163,5 @@ def logprobs(logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, ch
         chunks,
         WIDTH,
         triton.next_power_of_2(chunks),
-        overlap,
         num_warps=1,
-        launch_pdl=overlap,
     )

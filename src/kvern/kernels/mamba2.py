@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvern.kernels.accepted_drafts import NOTED, Written
 from kvern.kernels.convolution import Drafts, Runs, silu
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
 from kvern.spec.mixers import Gating
 
 CHUNK = 64
@@ -113,8 +113,7 @@ def _advance_tokens_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A token of each request; a program has some columns of one head's state."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     known, inside = row < SIZES.state_dim, column < SIZES.head_dim
@@ -144,11 +143,11 @@ def advance_tokens(
     """
     count = len(inputs)
     out = torch.empty(count, sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
-    rows, overlap = next_power_of_2(sizes.state_dim), overlaps(inputs.device)
+    rows = next_power_of_2(sizes.state_dim)
     columns = min(COLUMNS, next_power_of_2(sizes.head_dim))
     _advance_tokens_kernel[(count, sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, steps, memory, states, out, steps.step.stride(0), sizes, rows, columns, overlap,
-        num_warps=max(1, rows // 32), launch_pdl=overlap,
+        inputs, steps, memory, states, out, steps.step.stride(0), sizes, rows, columns,
+        num_warps=max(1, rows // 32),
     )  # fmt: skip
     return out
 
@@ -171,8 +170,7 @@ def _read_drafts_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A run, token after token, by a copy of its state; a program has some columns of one head's."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     run, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     known, inside = row < SIZES.state_dim, column < SIZES.head_dim
@@ -215,11 +213,11 @@ def read_drafts(
     `written` is to hold what they would write, keys [T, groups, state_dim] and values times steps [T, groups, heads of
     a group * head_dim]. Moves the states of all heads in.
     """
-    rows, overlap = next_power_of_2(sizes.state_dim), overlaps(inputs.device)
+    rows = next_power_of_2(sizes.state_dim)
     columns = min(COLUMNS, next_power_of_2(sizes.head_dim))
     _read_drafts_kernel[(len(drafts.states), sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, steps, memory, drafts, *written, read, steps.step.stride(0), sizes, rows, columns, overlap,
-        num_warps=max(1, rows // 32), launch_pdl=overlap,
+        inputs, steps, memory, drafts, *written, read, steps.step.stride(0), sizes, rows, columns,
+        num_warps=max(1, rows // 32),
     )  # fmt: skip
 
 
@@ -251,8 +249,7 @@ def _advance_runs_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A run, chunk after chunk; a program has some columns of one head's state."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     request, head = tl.program_id(0), tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     known, within = row < SIZES.state_dim, column < SIZES.head_dim
@@ -304,10 +301,10 @@ def advance_runs(
     rows = max(16, next_power_of_2(sizes.state_dim))
     columns = max(16, min(COLUMNS, RUN_NUMBERS // rows, next_power_of_2(sizes.head_dim)))
     chunk = CHUNK if rows * inputs.element_size() < 1024 else CHUNK // 2  # two tiles fit 99 KiB of shared memory
-    precision, overlap = PRECISIONS[inputs.dtype], overlaps(inputs.device)
+    precision = PRECISIONS[inputs.dtype]
     _advance_runs_kernel[(len(runs.states), sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, steps, memory, runs, out, steps.step.stride(0), sizes, rows, columns, chunk, precision, overlap,
-        num_warps=8, num_stages=1, launch_pdl=overlap,
+        inputs, steps, memory, runs, out, steps.step.stride(0), sizes, rows, columns, chunk, precision,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
 
@@ -328,8 +325,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = group * WIDTH + tl.arange(0, BLOCK)
     inside = tl.arange(0, BLOCK) < WIDTH
@@ -359,12 +355,12 @@ def gated_norm(
     read [T, inner] float32; gate [T, inner], rows may have gaps, whose SiLU multiplies, after `scale`, on the side of
     the norm that `gating` names; weight [inner] float32, or None without a norm.
     """
-    (tokens, inner), overlap = read.shape, overlaps(read.device)
+    tokens, inner = read.shape
     out = torch.empty(tokens, inner, dtype=gate.dtype, device=gate.device)
     width = inner // groups
     block = next_power_of_2(width)
     _gated_norm_kernel[(tokens, groups)](
-        read, gate, weight, out, gate.stride(0), epsilon, scale, groups, width, gating, block, overlap,
-        num_warps=min(16, max(1, block // 512)), launch_pdl=overlap,
+        read, gate, weight, out, gate.stride(0), epsilon, scale, groups, width, gating, block,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
     return out

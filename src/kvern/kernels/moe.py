@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate, activate_gated
-from kvern.kernels.launch import Launcher, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, stages, wait_for_previous
 from kvern.kernels.moe_direct import direct_down, direct_gate_up, inputs_of_step, load_tile, runs_direct
 from kvern.kernels.moe_routing import Alignment, Product, Routed, align, route, through_blocks
 
@@ -84,8 +84,7 @@ def _grouped_kernel(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The product with gate and up, or up alone, of a token of x for each pair; without a KIND that with down."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     EVEN: tl.constexpr = inputs % INPUTS == 0
     block = tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
     expert = tl.load(blocks.experts + block).to(tl.int64)
@@ -232,7 +231,6 @@ def _grouped(
     """A `Product`: with an activation that with gate and up, or up alone; else with down, times the pairs' weights."""
     (pairs, outputs), rows = out.shape, blocks.rows
     inputs = weight.shape[2]
-    overlap = overlaps(x.device)
     wide = min(tile.outputs // (1 if activation is None else 2), max(16, triton.next_power_of_2(outputs)))
     _grouped_kernel[(tile.group * triton.cdiv(outputs, wide), blocks.experts.shape[0] // tile.group)](
         x,
@@ -252,8 +250,6 @@ def _grouped(
         wide,
         inputs_of_step(inputs, tile.inputs),
         tile.group,
-        overlap,
         num_warps=tile.warps,
         num_stages=stages(x.device, tile.stages, (rows + tile.outputs) * tile.inputs * x.element_size()),
-        launch_pdl=overlap,
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate, activate_gated
-from kvern.kernels.launch import Launcher, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, wait_for_previous
 
 SHARED_BYTES = 16 << 20
 """Weights read twice that cost no more than sorting the pairs would."""
@@ -66,8 +66,7 @@ def _direct_gate_up_kernel(
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     EVEN: tl.constexpr = hidden % INPUTS == 0
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(topk_ids + pair).to(tl.int64)
@@ -118,8 +117,7 @@ def _direct_down_kernel(
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     EVEN: tl.constexpr = width % INPUTS == 0
     token = tl.program_id(1).to(tl.int64)
     choice = tl.arange(0, CHOICES)
@@ -163,7 +161,6 @@ def direct_gate_up(
     `bias [experts, 2 * width]` is added to gate and up, if it is given. Moves the gate and up weights of every pair's
     expert: 4 * width * hidden bytes in 16 bits.
     """
-    overlap = overlaps(x.device)
     (pairs, width), hidden = out.shape, x.shape[1]
     inputs = inputs_of_step(hidden, DIRECT_GATE_UP.inputs)
     outputs = min(DIRECT_GATE_UP.size // inputs, triton.next_power_of_2(width))
@@ -181,9 +178,7 @@ def direct_gate_up(
         activation,
         outputs,
         inputs,
-        overlap,
         num_warps=DIRECT_GATE_UP.warps,
-        launch_pdl=overlap,
     )
 
 
@@ -200,7 +195,6 @@ def direct_down(
     `bias [experts, hidden]` is added to each product, if it is given.
     Moves the down weights of every pair's expert: 2 * width * hidden bytes in 16 bits. The sum is never rounded.
     """
-    overlap = overlaps(gated.device)
     (tokens, top_k), (_, hidden, width) = topk_ids.shape, down.shape
     out = torch.empty(tokens, hidden, dtype=gated.dtype, device=gated.device)
     choices = triton.next_power_of_2(top_k)
@@ -221,8 +215,6 @@ def direct_down(
         choices,
         outputs,
         inputs,
-        overlap,
         num_warps=DIRECT_DOWN.warps,
-        launch_pdl=overlap,
     )
     return out

@@ -29,7 +29,7 @@ from kvern.kernels.codes import (
     times_rows,
     weights,
 )
-from kvern.kernels.launch import Launcher, cdiv, ended, next_power_of_2, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, ended, next_power_of_2, stages, wait_for_previous
 from kvern.kernels.moe import DETERMINISTIC_ROWS, Tile, rows_of_block
 from kvern.kernels.moe_direct import inputs_of_step, runs_direct
 from kvern.kernels.moe_routing import Alignment, Routed, align, through_blocks
@@ -97,8 +97,7 @@ def _grouped_kernel(
     TO_APART: the even outputs come before the odd ones.
     """
     GATED: tl.constexpr = KIND != ""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     block = tl.program_id(1) * SIDE_BY_SIDE + tl.program_id(0) % SIDE_BY_SIDE
     expert = tl.load(blocks.experts + block).to(tl.int64)
     if expert < 0:
@@ -146,8 +145,7 @@ def _direct_gate_up_kernel(
     x, matrix: Matrix, bias, topk_ids, out, x_stride: tl.int64, hidden: tl.constexpr, width: tl.constexpr,
     top_k: tl.constexpr, KIND: tl.constexpr, OUTPUTS: tl.constexpr, FORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(topk_ids + pair).to(tl.int64)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -174,8 +172,7 @@ def _direct_down_kernel(
     width: tl.constexpr, top_k: tl.constexpr, UNROLL: tl.constexpr, OUTPUTS: tl.constexpr, FORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token = tl.program_id(1).to(tl.int64)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     known = output < hidden
@@ -275,7 +272,6 @@ def _grouped(
     """
     (pairs, outputs), rows = out.shape, blocks.rows
     inputs = x.shape[1]
-    overlap = overlaps(x.device)
     if activation is not None and matrix.code in INTERLEAVED:
         x = arrange(x, None, "planes")
     form = _form(matrix, inputs, tile.inputs, tile.inputs)
@@ -304,10 +300,8 @@ def _grouped(
         to_apart,
         by_step and form.chunk == form.inputs,
         form,
-        overlap,
         num_warps=tile.warps,
         num_stages=stages(x.device, tile.stages, tile_bytes, wide * halves * columns * size),
-        launch_pdl=overlap,
     )
 
 
@@ -320,7 +314,6 @@ def _direct_gate_up(
     Moves the codes and scales of gate and up of every pair's expert.
     """
     x, topk_ids = routed.x, routed.topk_ids
-    overlap = overlaps(x.device)
     pairs, hidden = topk_ids.numel(), x.shape[1]
     out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
     outputs = min(DIRECT_OUTPUTS, next_power_of_2(width))
@@ -337,9 +330,7 @@ def _direct_gate_up(
         activation,
         outputs,
         _form(gate_up, hidden, DIRECT_INPUTS, MOST_CHUNK),
-        overlap,
         num_warps=DIRECT_WARPS,
-        launch_pdl=overlap,
     )
     return out
 
@@ -357,7 +348,6 @@ def _direct_down(routed: Routed, gated: torch.Tensor, down: Packed, bias: torch.
     `bias [experts, hidden]` is added to each product, if it is given.
     Moves the codes and scales of down of every pair's expert.
     """
-    overlap = overlaps(gated.device)
     topk_ids, add = routed.topk_ids, routed.add
     (tokens, top_k), hidden = topk_ids.shape, routed.x.shape[1]
     width = gated.shape[1]
@@ -379,8 +369,6 @@ def _direct_down(routed: Routed, gated: torch.Tensor, down: Packed, bias: torch.
         together,
         outputs,
         form,
-        overlap,
         num_warps=DIRECT_WARPS,
-        launch_pdl=overlap,
     )
     return out

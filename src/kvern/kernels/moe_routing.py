@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, wait_for_previous
 
 CHUNK = 4096
 """Token-expert pairs that one program sorts at a time."""
@@ -63,8 +63,7 @@ def _route_kernel(
     CHOICES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     known = expert < experts
@@ -111,7 +110,6 @@ def route(
     Moves the logits once; one program a token.
     """
     tokens, experts = logits.shape
-    overlap = overlaps(logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     _route_kernel[(tokens,)](
@@ -129,9 +127,7 @@ def route(
         0 if slots is None else len(slots),
         triton.next_power_of_2(experts),
         triton.next_power_of_2(top_k),
-        overlap,
         num_warps=1,
-        launch_pdl=overlap,
     )
     return weights, topk_ids
 
@@ -170,8 +166,7 @@ def _count_kernel(
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(topk_ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
@@ -198,8 +193,7 @@ def _align_kernel(
     CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     expert = tl.program_id(0)
     chunk = tl.program_id(1)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -243,7 +237,6 @@ def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) ->
 
     One launch up to `CHUNK` pairs, two beyond; reads `topk_ids` once for each expert, from the cache.
     """
-    overlap = overlaps(topk_ids.device)
     pairs = topk_ids.numel()
     blocks = triton.cdiv(most_blocks(pairs, experts, rows), multiple) * multiple
     device = topk_ids.device
@@ -258,7 +251,7 @@ def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) ->
     partial = topk_ids
     if chunks > 1:
         partial = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](topk_ids, partial, pairs, bins, chunk, overlap, num_warps=4, launch_pdl=overlap)
+        _count_kernel[(chunks,)](topk_ids, partial, pairs, bins, chunk, num_warps=4)
     _align_kernel[(experts, chunks)](
         topk_ids,
         partial,
@@ -274,9 +267,7 @@ def align(topk_ids: torch.Tensor, experts: int, rows: int, multiple: int = 1) ->
         bins,
         triton.next_power_of_2(chunks),
         chunk,
-        overlap,
         num_warps=8 if chunks == 1 and chunk > 1024 else 4,  # with few programs, each one counts
-        launch_pdl=overlap,
     )
     return result
 
@@ -287,8 +278,7 @@ def _sum_kernel(
     parts, add, out, places, weights, topk_ids, add_stride: tl.int64, hidden: tl.constexpr, top_k: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
@@ -361,7 +351,7 @@ def through_blocks(
     if top_k == 1 and add is None and of is None and not padded:
         return parts
     out = torch.empty_like(parts[: pairs // top_k])
-    hidden, overlap = parts.shape[1], overlaps(x.device)
+    hidden = parts.shape[1]
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_kernel[(pairs // top_k, triton.cdiv(hidden, block))](
         parts,
@@ -374,8 +364,6 @@ def through_blocks(
         hidden,
         top_k,
         block,
-        overlap,
         num_warps=4,
-        launch_pdl=overlap,
     )
     return out

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.activation import activate
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, stages, wait_for_previous
 from kvern.kernels.moe import HOPPER_GROUP, HOPPER_ROWS, Tile, Tiles, hopper_product, rows_of_block
 from kvern.kernels.moe_direct import inputs_of_step
 from kvern.kernels.moe_routing import Alignment, Routed, align, through_blocks
@@ -109,8 +109,7 @@ def _coded_experts_kernel(
 ):  # fmt: skip
     """The product with gate and up, of a token of x for each pair; without a KIND that with down, of a row for each."""
     GATED: tl.constexpr = KIND != ""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     block = tl.program_id(1) * SIDE_BY_SIDE + tl.program_id(0) % SIDE_BY_SIDE
     expert = tl.load(blocks.experts + block).to(tl.int64)
     if expert < 0:
@@ -224,7 +223,6 @@ def _multiply(
     inputs = codes.shape[1]
     halves = 1 if activation is None else 2
     form = Scales.of(x_scale, matrix, inputs)
-    overlap = overlaps(x.device)
     # Sums of a step beside those of all take twice the registers.
     wide = min(tile.outputs, 256 if form.whole else 128) // halves
     wide = min(wide, max(16, next_power_of_2(outputs)))
@@ -252,8 +250,6 @@ def _multiply(
         step,
         tile.group,
         rows < TALL,
-        overlap,
         num_warps=tile.warps,
         num_stages=stages(x.device, wanted, (rows + wide * halves) * step),
-        launch_pdl=overlap,
     )

@@ -4,40 +4,28 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
-from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
-
-PLAIN = (None, None, None, None)
-"""Instead of what is said of codes."""
+from kvern.kernels.launch import Launcher, next_power_of_2, wait_for_previous
+from kvern.kernels.quantize_rows import Coding, Destination, RowCodes, Strides, Target, store_codes
 
 
 @Launcher
-@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
+@triton.jit(do_not_specialize=["strides"])
 def _rms_norm_kernel(
     x: tl.tensor,
     update: tl.tensor,
     weight: tl.tensor,
-    out: tl.tensor,
-    scales,
-    static,
-    scale_stride,
-    group_stride,
-    limit,
+    target: Target,
+    strides: Strides,
     row_stride: tl.int64,
     epsilon: tl.float32,
     width: tl.constexpr,
     ADD: tl.constexpr,
-    CODED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INTEGER: tl.constexpr,
-    STATIC: tl.constexpr,
-    GROUP: tl.constexpr,
+    RULE: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """CODED: as codes with scales; else all that is said of these is None."""
-    if OVERLAP:
-        wait_for_previous()
+    """RULE: that of codes with scales, or None."""
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -48,17 +36,15 @@ def _rms_norm_kernel(
         values = values.to(x.dtype.element_ty).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(values * values, axis=0) / width + epsilon)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if CODED:
+    if RULE is not None:
         normal = (values * inverse * gain).to(x.dtype.element_ty).to(tl.float32)
         # A thread has as many neighbours as it loads at once: with more, as stores of bytes ask for, sums would differ.
         NEIGHBOURS: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
         column = tl.max_contiguous(column, NEIGHBOURS)
-        store_codes(
-            normal, row, column, width, out, scales, static, scale_stride, group_stride, limit,
-            LARGEST, INTEGER, STATIC, GROUP,
-        )  # fmt: skip
+        store_codes(normal, row, column, width, target, strides, RULE)
     else:
-        tl.store(out + row * width + column, (values * inverse * gain).to(out.dtype.element_ty), mask=inside)
+        normal = (values * inverse * gain).to(target.out.dtype.element_ty)
+        tl.store(target.out + row * width + column, normal, mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -68,7 +54,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     and once out.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, (out, *PLAIN, None), epsilon, next_power_of_2(x.shape[1]))
+    _launch(x, None, weight, (Target(out), Strides(), None), epsilon, next_power_of_2(x.shape[1]))
     return out
 
 
@@ -79,7 +65,7 @@ def add_rms_norm(x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, ep
     update once, the result once.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, update, weight, (out, *PLAIN, None), epsilon, next_power_of_2(x.shape[1]))
+    _launch(x, update, weight, (Target(out), Strides(), None), epsilon, next_power_of_2(x.shape[1]))
     return out
 
 
@@ -94,8 +80,7 @@ def coded_rms_norm(
     if not block:
         return coding(rms_norm(x, weight, epsilon) if update is None else add_rms_norm(x, update, weight, epsilon))
     made = coding.empty(x.shape[0], x.shape[1], x.device)
-    variables, constants = coding.arguments(made)
-    _launch(x, update, weight, variables, epsilon, block, constants)
+    _launch(x, update, weight, coding.arguments(made), epsilon, block)
     return made
 
 
@@ -103,29 +88,25 @@ def _launch(
     x: torch.Tensor,
     update: torch.Tensor | None,
     weight: torch.Tensor,
-    out: tuple[object, ...],
+    destination: Destination,
     epsilon: float,
     block: int,
-    coding: tuple[object, ...] | None = None,
 ) -> None:
-    """`out` and `coding`: of `Coding.arguments`; without the latter, `out` is the result."""
     rows, width = x.shape
-    overlap = overlaps(x.device)
+    target, strides, rule = destination
     _rms_norm_kernel[(rows,)](
         x,
         x if update is None else update,
         weight,
-        *out,
+        target,
+        strides,
         x.stride(0),
         epsilon,
         width,
         update is not None,
-        coding is not None,
-        *(coding or PLAIN),
+        rule,
         block,
-        overlap,
         num_warps=min(16, max(1, block // 512)),
-        launch_pdl=overlap,
     )
 
 
@@ -143,8 +124,7 @@ def _any_norm_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -179,10 +159,10 @@ def add_any_norm(
     result once.
     """
     out = torch.empty_like(x)
-    block, overlap = next_power_of_2(x.shape[1]), overlaps(x.device)
+    block = next_power_of_2(x.shape[1])
     update = None if update is None else update.contiguous()
     _any_norm_kernel[(x.shape[0],)](
-        x, update, weight, bias, out, epsilon, x.shape[1], kind == "layer", block, overlap,
-        num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
+        x, update, weight, bias, out, epsilon, x.shape[1], kind == "layer", block,
+        num_warps=min(16, max(1, block // 1024)),
     )  # fmt: skip
     return out

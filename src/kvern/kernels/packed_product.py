@@ -23,7 +23,7 @@ from kvern.kernels.codes import (
     times_rows,
     weights,
 )
-from kvern.kernels.launch import Launcher, cdiv, ended, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, ended, stages, wait_for_previous
 from kvern.kernels.linear import NOTHING, Around, MatmulShape, MatvecShape, join_splits
 from kvern.kernels.packed import Packed
 
@@ -53,8 +53,7 @@ def add_row_step(
     tiles = numbers(matrix, row, start, inputs, FORM)
     if GATED:
         up_tiles = numbers(matrix, ups, start, inputs, FORM)
-    if WAIT:
-        wait_for_previous()
+    wait_for_previous(WAIT)
     values = row_values(x, start, inputs, FORM)
     if gain is not None:
         gains = row_values(gain, start, inputs, FORM)
@@ -87,8 +86,8 @@ def ended_sums(total, matrix, row, known, bias, FORM: tl.constexpr):
 @triton.jit
 def _packed_row_kernel(
     x, matrix: Matrix, bias, gain, out, outputs, inputs, epsilon: tl.float32, FORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAP: tl.constexpr,
-    UNROLL: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION != ""
     INPUTS: tl.constexpr = FORM.inputs
@@ -137,7 +136,6 @@ def packed_row(
     out = around.residual
     if out is None:
         out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    overlap = overlaps(x.device)
     _packed_row_kernel[(cdiv(outputs, shape.outputs),)](
         x,
         matrix_of(weight),
@@ -151,10 +149,8 @@ def packed_row(
         around.activation or "",
         around.residual is not None,
         shape.outputs,
-        overlap,
         shape.unroll,
         num_warps=shape.warps,
-        launch_pdl=overlap,
     )
     return out
 
@@ -166,8 +162,7 @@ def _packed_product_kernel(
     SPLITS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     INPUTS: tl.constexpr = FORM.inputs
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     split = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -216,7 +211,6 @@ def packed_product(
     """
     rows, inputs = x.shape
     outputs = weight.codes.shape[0]
-    overlap = overlaps(x.device)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     partial = counters = out
     if shape.splits > 1:
@@ -242,9 +236,7 @@ def packed_product(
         shape.splits,
         shape.rows,
         shape.outputs,
-        overlap,
         num_warps=shape.warps,
         num_stages=stages(x.device, shape.stages, tile_bytes, shape.outputs * columns * size),
-        launch_pdl=overlap,
     )
     return out

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, wait_for_previous
 from kvern.kernels.peer_words import PeerMemory, joined, launched, others_of, received, remove, send, total_of
 
 
@@ -39,8 +39,7 @@ def _peer_exchange_kernel(
     inside = column < WORDS
     word = tl.max_contiguous(tl.minimum(column, WORDS - 1), 1)  # neighbouring threads send neighbouring words
     own_memory, lost = tl.load(buffers + RANK), tl.load(buffers + SIZE)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     first = tl.program_id(0).to(tl.int64)
     for row in range(first, rows, tl.num_programs(0)):
         parity = (tl.load(epochs + row) & 1).to(tl.int64)
@@ -85,7 +84,6 @@ def peer_sum_scattered(x: torch.Tensor, peers: PeerMemory) -> torch.Tensor:
 
 def _launch(x: torch.Tensor, out: torch.Tensor, rows: int, peers: PeerMemory, *, gathers: bool) -> None:
     block, warps, pack = launched(peers.row_words)
-    overlap = overlaps(x.device)
     _peer_exchange_kernel[(min(rows, peers.programs),)](
         x,
         out,
@@ -99,7 +97,5 @@ def _launch(x: torch.Tensor, out: torch.Tensor, rows: int, peers: PeerMemory, *,
         gathers,
         block,
         pack,
-        overlap,
         num_warps=warps,
-        launch_pdl=overlap,
     )

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
-from kvern.kernels.norm import PLAIN
+from kvern.kernels.launch import Launcher, next_power_of_2, wait_for_previous
 from kvern.kernels.peer_words import (
     PeerMemory,
     joined,
@@ -28,21 +27,17 @@ from kvern.kernels.peer_words import (
     send,
     total_of,
 )
-from kvern.kernels.quantize_rows import Coding, RowCodes, store_codes
+from kvern.kernels.quantize_rows import Coding, Destination, RowCodes, Strides, Target, store_codes
 
 
 @Launcher
-@triton.jit(do_not_specialize=["rows", "scale_stride", "group_stride"])
+@triton.jit(do_not_specialize=["rows", "strides"])
 def _peer_sum_kernel(
     x: tl.tensor,
     hidden: tl.tensor,
     weight: tl.tensor,
-    out: tl.tensor,
-    scales,
-    static,
-    scale_stride,
-    group_stride,
-    limit,
+    target: Target,
+    strides: Strides,
     buffers: tl.tensor,
     epochs: tl.tensor,
     rows,
@@ -54,11 +49,7 @@ def _peer_sum_kernel(
     WORDS: tl.constexpr,
     PART: tl.constexpr,
     NORM: tl.constexpr,
-    CODED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INTEGER: tl.constexpr,
-    STATIC: tl.constexpr,
-    GROUP: tl.constexpr,
+    RULE: tl.constexpr,
     BLOCK: tl.constexpr,
     PART_BLOCK: tl.constexpr,
     PACK: tl.constexpr,
@@ -67,7 +58,7 @@ def _peer_sum_kernel(
 ):
     """WORDS of a row, BLOCK of a program, of which threads have PACK each; PART of them are summed here, 0: all.
 
-    CODED: the norm as codes; else all that is said of these is None.
+    RULE: that of codes, in which the norm is, or None.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     BITS: tl.constexpr = tl.pointer_type(tl.int32)
@@ -88,8 +79,7 @@ def _peer_sum_kernel(
         part = tl.arange(0, PART_BLOCK)
         part_word = RANK * PART + part
         of_part = (part < PART) & (part_word < WORDS)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     first = tl.program_id(0).to(tl.int64)
     for row in range(first, rows, tl.num_programs(0)):
         parity = (tl.load(epochs + row) & 1).to(tl.int64)
@@ -135,16 +125,13 @@ def _peer_sum_kernel(
             inverse = tl.rsqrt(tl.sum(squares, axis=0) / WIDTH + epsilon)
             low, high = low * inverse * low_gain, high * inverse * high_gain
         made = joined(low, high, dtype)
-        if CODED:
+        if RULE is not None:
             low, high = numbers_of(tl.where(inside, made, 0), dtype)
             normal = low if dtype.primitive_bitwidth == 32 else tl.interleave(low, high)
             column = tl.arange(0, normal.shape[0])
-            store_codes(
-                normal, row, column, WIDTH, out, scales, static, scale_stride, group_stride, limit,
-                LARGEST, INTEGER, STATIC, GROUP,
-            )  # fmt: skip
+            store_codes(normal, row, column, WIDTH, target, strides, RULE)
         else:
-            tl.store((out + row * WIDTH).to(BITS) + word, made, mask=inside)
+            tl.store((target.out + row * WIDTH).to(BITS) + word, made, mask=inside)
         tl.debug_barrier()  # all threads have read the words and the epoch
         if PART:
             remove(memory + part_word * 4, of_part, others_of(RANK, SIZE), OF_RANK)
@@ -160,7 +147,7 @@ def peer_sum(x: torch.Tensor, peers: PeerMemory, *, parts: bool = False) -> torc
     Writes as many bytes to each other rank as `x` has, and reads as many; in `parts` 2 / size of that.
     """
     out = torch.empty_like(x)
-    _launch(x, None, None, 0.0, peers, parts, out)
+    _launch(x, None, None, 0.0, peers, parts, (Target(out), Strides(), None))
     return out
 
 
@@ -175,7 +162,7 @@ def peer_sum_norm(
 ) -> torch.Tensor:
     """`add_rms_norm(hidden, peer_sum(x), weight, epsilon)` in one launch: `hidden` is added to in place."""
     out = torch.empty_like(x)
-    _launch(x, hidden, weight, epsilon, peers, parts, out)
+    _launch(x, hidden, weight, epsilon, peers, parts, (Target(out), Strides(), None))
     return out
 
 
@@ -191,7 +178,7 @@ def coded_peer_sum_norm(
 ) -> RowCodes:
     """Returns `peer_sum_norm` as coded by `coding`, whose groups are no longer than a row."""
     made = coding.empty(x.shape[0], x.shape[1], x.device)
-    _launch(x, hidden, weight, epsilon, peers, parts, made, coding)
+    _launch(x, hidden, weight, epsilon, peers, parts, coding.arguments(made))
     return made
 
 
@@ -202,23 +189,18 @@ def _launch(
     epsilon: float,
     peers: PeerMemory,
     parts: bool,
-    out: torch.Tensor | RowCodes,
-    coding: Coding | None = None,
+    destination: Destination,
 ) -> None:
-    """`out`: where the result goes, as codes with a `coding`."""
-    variables: tuple[object, ...] = (out, *PLAIN, None)
-    constants: tuple[object, ...] = PLAIN
-    if coding is not None and isinstance(out, RowCodes):
-        variables, constants = coding.arguments(out)
     rows = x.shape[0]
+    target, strides, rule = destination
     part = -(-peers.row_words // peers.size)
     part_block, (block, warps, pack) = next_power_of_2(part), launched(peers.row_words)
-    overlap = overlaps(x.device)
     _peer_sum_kernel[(min(rows, peers.programs),)](
         x,
         x if hidden is None else hidden,
         x if weight is None else weight,
-        *variables,
+        target,
+        strides,
         peers.buffers,
         peers.epochs,
         rows,
@@ -230,13 +212,10 @@ def _launch(
         peers.row_words,
         part if parts else 0,
         hidden is not None,
-        coding is not None,
-        *constants,
+        rule,
         block,
         part_block if parts else 0,
         pack,
         max(1, part_block // (32 * warps)) if parts else 0,
-        overlap,
         num_warps=warps,
-        launch_pdl=overlap,
     )

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.codes import Matrix, form_of, interleaved, matrix_of, places, planes_of, times_rows, weights
-from kvern.kernels.launch import Launcher, cdiv, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, wait_for_previous
 from kvern.kernels.packed import Packed
 
 OUTPUTS, INPUTS = 16, 256
@@ -30,8 +30,7 @@ def _plain_weights_kernel(
     start = tl.program_id(0) * INPUTS
     tiles = weights(matrix, line, start, inputs, FORM)
     by = times_rows(tl.full([OUTPUTS], 1.0, tl.float32), matrix, line, FORM)
-    if OVERLAP:
-        wait_for_previous()  # which may read what is written here
+    wait_for_previous(OVERLAP)  # which may read what is written here
     plain = out + row[:, None] * inputs
     known = (row < rows)[:, None]
     if interleaved(CODE):
@@ -57,7 +56,6 @@ def plain_weights(weight: Packed, first: int, out: torch.Tensor) -> torch.Tensor
     Moves the rows' codes and scales once, and `out`.
     """
     rows, inputs = out.shape
-    overlap = overlaps(out.device)
     _plain_weights_kernel[(cdiv(inputs, INPUTS), cdiv(rows, OUTPUTS))](
         out,
         matrix_of(weight),
@@ -66,9 +64,7 @@ def plain_weights(weight: Packed, first: int, out: torch.Tensor) -> torch.Tensor
         inputs,
         form_of(weight, inputs, INPUTS),
         OUTPUTS,
-        overlap,
         num_warps=WARPS,
-        launch_pdl=overlap,
     )
     return out
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, processors, tiles_of
+from kvern.kernels.hopper import KINDS, activate_by, barriers, fetch_weights, processors, tiles_of
 from kvern.kernels.linear import ProductShape
 from kvern.kernels.moe_routing import Alignment
 
@@ -229,11 +229,7 @@ def _product_kernel(
     values = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS // 2, INPUTS], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, INPUTS], shared)
     staged = gl.allocate_shared_memory(out_tiles.dtype, [2, ROWS // 2, OUTPUTS // 2], out_tiles.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=129 if GATHER else 1)  # each thread's copies, and the weights
-        mbarrier.init(empty.index(stage), count=2)
+    ready, empty = barriers(STAGES, 129 if GATHER else 1, 2)  # each thread's copies, and the weights
     sizes = (tiles, columns, group, steps, rows, outputs)
     gathered: gl.constexpr = TOP_K if GATHER else 0
     gl.warp_specialize(

@@ -1,7 +1,7 @@
 """Activations rounded to one byte for products of two such matrices, and the scales applied to integer results."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,7 +13,6 @@ from kvern.kernels.launch import (
     gdc_launch_dependents,
     gdc_wait,
     next_power_of_2,
-    overlaps,
     processors,
     wait_for_previous,
 )
@@ -34,6 +33,35 @@ class RowCodes(NamedTuple):
 
     codes: torch.Tensor
     scales: torch.Tensor
+
+
+class Target(NamedTuple):
+    """Where a kernel writes rows, and with codes their scales, as if no number were above `limit`, or one `static`."""
+
+    out: Any
+    scales: Any = None
+    static: Any = None
+    limit: float | None = None
+
+
+class Strides(NamedTuple):
+    """Distances of scales in memory, for which no kernel is compiled: of rows, and of groups."""
+
+    row: Any = None
+    group: Any = None
+
+
+class Rule(NamedTuple):
+    """What a kernel is compiled for that rounds to codes: the largest code, and whether there is a static scale."""
+
+    largest: float
+    integer: bool
+    static: bool
+    group: int
+
+
+Destination = tuple[Target, Strides, Rule | None]
+"""The arguments of a kernel that writes rows: variables and constants of `store_codes`; without a rule plain rows."""
 
 
 @dataclass(frozen=True)
@@ -63,65 +91,58 @@ class Coding:
         codes = torch.empty(tokens, width, dtype=DTYPES[self.code], device=device)
         return RowCodes(codes, scales.t() if self.columns else scales)
 
-    def arguments(self, made: RowCodes) -> tuple[tuple[object, ...], tuple[object, ...]]:
-        """Returns the arguments of `store_codes`: variables of a kernel, from `codes` to `limit`, and its constants."""
+    def arguments(self, made: RowCodes) -> Destination:
+        """Returns the arguments of `store_codes`."""
         static = made.scales if self.static is None else self.static
-        variables = *made, static, *made.scales.stride(), self.limit or UNLIMITED
-        return variables, (LARGEST[self.code], self.code == "int8", self.static is not None, self.group)
+        target, strides = Target(*made, static, self.limit or UNLIMITED), Strides(*made.scales.stride())
+        return target, strides, Rule(LARGEST[self.code], self.code == "int8", self.static is not None, self.group)
 
 
 @triton.jit
-def _coded(x, scale, codes, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
+def _coded(x, scale, codes, RULE: tl.constexpr):
     """`x / scale` as the nearest codes, ties to even; what is out of range becomes the largest."""
+    LARGEST: tl.constexpr = RULE.largest
     value = tl.minimum(tl.maximum(x / scale, -LARGEST), LARGEST)
-    if INTEGER:
+    if RULE.integer:
         value = (value + 12582912.0) - 12582912.0  # numbers of 24 bits that begin at 2^23 are whole
     return value.to(codes.dtype.element_ty)
 
 
 @triton.jit
-def _scale_of(most, limit, LARGEST: tl.constexpr):
+def _scale_of(most, limit, RULE: tl.constexpr):
     """Returns the scale for this largest number."""
-    return tl.minimum(tl.maximum(most, LARGEST * 1e-12), limit) / LARGEST
+    return tl.minimum(tl.maximum(most, RULE.largest * 1e-12), limit) / RULE.largest
 
 
 @triton.jit
-def store_codes(
-    x, row, column, width, codes, scales, static, row_stride, group_stride, limit,
-    LARGEST: tl.constexpr, INTEGER: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Write the whole row `x [BLOCK]` float32, zero behind its end, and its scales; GROUP is 0 or a power of two."""
+def store_codes(x, row, column, width, target, strides, RULE: tl.constexpr):
+    """Write the whole row `x [BLOCK]` float32, zero behind its end, and its scales; groups are 0 or a power of two."""
     BLOCK: tl.constexpr = x.shape[0]
+    GROUP: tl.constexpr = RULE.group
+    scales = target.scales + row * strides.row
     if GROUP:
         COUNT: tl.constexpr = BLOCK // GROUP
         parts = tl.reshape(x, [COUNT, GROUP])
-        scale = _scale_of(tl.max(tl.abs(parts), 1), limit, LARGEST)
+        scale = _scale_of(tl.max(tl.abs(parts), 1), target.limit, RULE)
         group = tl.arange(0, COUNT)
-        tl.store(scales + row * row_stride + group.to(tl.int64) * group_stride, scale, mask=group * GROUP < width)
-        made = tl.reshape(_coded(parts, scale[:, None], codes, LARGEST, INTEGER), [BLOCK])
+        tl.store(scales + group.to(tl.int64) * strides.group, scale, mask=group * GROUP < width)
+        made = tl.reshape(_coded(parts, scale[:, None], target.out, RULE), [BLOCK])
     else:
-        scale = tl.load(static) if STATIC else _scale_of(tl.max(tl.abs(x), 0), limit, LARGEST)
-        tl.store(scales + row * row_stride, scale)
-        made = _coded(x, scale, codes, LARGEST, INTEGER)
-    tl.store(codes + row * width + column, made, mask=column < width)
+        scale = tl.load(target.static) if RULE.static else _scale_of(tl.max(tl.abs(x), 0), target.limit, RULE)
+        tl.store(scales, scale)
+        made = _coded(x, scale, target.out, RULE)
+    tl.store(target.out + row * width + column, made, mask=column < width)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["row_stride", "group_stride", "rows"])
+@triton.jit(do_not_specialize=["strides", "rows"])
 def _quantize_rows_kernel(
     x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    static: tl.tensor,
-    row_stride,
-    group_stride,
-    limit,
+    target: Target,
+    strides: Strides,
     width,
     rows,
-    LARGEST: tl.constexpr,
-    INTEGER: tl.constexpr,
-    STATIC: tl.constexpr,
-    GROUP: tl.constexpr,
+    RULE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
@@ -135,68 +156,57 @@ def _quantize_rows_kernel(
     if OVERLAP and LATE:
         gdc_wait()
         gdc_launch_dependents()
-    elif OVERLAP:
-        wait_for_previous()
+    else:
+        wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     if NARROW:
         for number in tl.range(row, rows, tl.num_programs(0), num_stages=3):
             values = tl.load(x + number * width + column, mask=column < width, other=0.0)
-            store_codes(
-                values.to(tl.float32), number, column, width, codes, scales, static, row_stride, group_stride, limit,
-                LARGEST, INTEGER, STATIC, GROUP,
-            )  # fmt: skip
+            store_codes(values.to(tl.float32), number, column, width, target, strides, RULE)
     elif WHOLE:
         values = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
-        store_codes(
-            values, row, column, width, codes, scales, static, row_stride, group_stride, limit,
-            LARGEST, INTEGER, STATIC, GROUP,
-        )  # fmt: skip
+        store_codes(values, row, column, width, target, strides, RULE)
     else:
-        if STATIC:
-            scale = tl.load(static)
+        if RULE.static:
+            scale = tl.load(target.static)
         else:
             most = tl.zeros([BLOCK], dtype=tl.float32)
             for first in range(0, width, BLOCK):
                 part = tl.load(x + row * width + first + column, mask=first + column < width, other=0.0)
                 most = tl.maximum(most, tl.abs(part.to(tl.float32)))
-            scale = _scale_of(tl.max(most, 0), limit, LARGEST)
-        tl.store(scales + row, scale)
+            scale = _scale_of(tl.max(most, 0), target.limit, RULE)
+        tl.store(target.scales + row, scale)
         for first in range(0, width, BLOCK):
             inside = first + column < width
             part = tl.load(x + row * width + first + column, mask=inside, other=0.0).to(tl.float32)
-            tl.store(codes + row * width + first + column, _coded(part, scale, codes, LARGEST, INTEGER), mask=inside)
+            tl.store(target.out + row * width + first + column, _coded(part, scale, target.out, RULE), mask=inside)
 
 
 @Launcher
-@triton.jit(do_not_specialize=["row_stride", "group_stride"])
+@triton.jit(do_not_specialize=["strides"])
 def _quantize_groups_kernel(
     x: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
+    target: Target,
+    strides: Strides,
     width,
     groups,
-    row_stride,
-    group_stride,
-    limit,
-    LARGEST: tl.constexpr,
-    INTEGER: tl.constexpr,
-    GROUP: tl.constexpr,
+    RULE: tl.constexpr,
     PADDED: tl.constexpr,
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     within = tl.arange(0, PADDED)
-    column = group[:, None] * GROUP + within[None, :]
-    inside = (within[None, :] < GROUP) & (column < width)
+    column = group[:, None] * RULE.group + within[None, :]
+    inside = (within[None, :] < RULE.group) & (column < width)
     part = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(part), 1), limit, LARGEST)
-    tl.store(scales + group.to(tl.int64) * group_stride + row * row_stride, scale, mask=group < groups)
-    tl.store(codes + row * width + column, _coded(part, scale[:, None], codes, LARGEST, INTEGER), mask=inside)
+    scale = _scale_of(tl.max(tl.abs(part), 1), target.limit, RULE)
+    scales = target.scales + group.to(tl.int64) * strides.group + row * strides.row
+    tl.store(scales, scale, mask=group < groups)
+    tl.store(target.out + row * width + column, _coded(part, scale[:, None], target.out, RULE), mask=inside)
 
 
 def quantize_rows(
@@ -218,22 +228,20 @@ def quantize_rows(
     tokens, width = x.shape
     coding = Coding(code, group, static, limit, columns)
     made = coding.empty(tokens, width, x.device)
-    variables, constants = coding.arguments(made)
-    overlap = overlaps(x.device)
+    target, strides, rule = coding.arguments(made)
     if group:
         groups, padded = made.scales.shape[1], next_power_of_2(group)
         count = max(1, min(TILE // padded, next_power_of_2(groups)))
         _quantize_groups_kernel[(tokens, cdiv(groups, count))](
-            x, *made, width, groups, *made.scales.stride(), limit or UNLIMITED, LARGEST[code], code == "int8", group,
-            padded, count, overlap, num_warps=4, launch_pdl=overlap,
-        )  # fmt: skip
+            x, target, strides, width, groups, rule, padded, count, num_warps=4
+        )
         return made
     block = min(BLOCK, next_power_of_2(width))
     narrow = width <= block <= NARROW
     programs = min(tokens, processors(x.device) * NARROW_PROGRAMS) if narrow else tokens
     _quantize_rows_kernel[(programs,)](
-        x, *variables, width, tokens, *constants, block, block >= width, narrow, late, overlap,
-        num_warps=min(16, max(1, block // 1024)), launch_pdl=overlap,
+        x, target, strides, width, tokens, rule, block, block >= width, narrow, late,
+        num_warps=min(16, max(1, block // 1024)),
     )  # fmt: skip
     return made
 
@@ -250,8 +258,7 @@ def _scale_products_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < outputs
@@ -268,8 +275,8 @@ def scale_products(
     """`products [T, O]` int32 times `by_row [T, 1]` and `by_output [O, 1]` float32, plus a bias: [T, O] of `dtype`."""
     tokens, outputs = products.shape
     out = torch.empty(tokens, outputs, dtype=dtype, device=products.device)
-    block, overlap = min(1024, next_power_of_2(outputs)), overlaps(products.device)
+    block = min(1024, next_power_of_2(outputs))
     _scale_products_kernel[(tokens, cdiv(outputs, block))](
-        products, by_row, by_output, bias, out, outputs, block, overlap, num_warps=4, launch_pdl=overlap
+        products, by_row, by_output, bias, out, outputs, block, num_warps=4
     )
     return out

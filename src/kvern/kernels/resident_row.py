@@ -22,7 +22,6 @@ from kvern.kernels.launch import (
     capability,
     cdiv,
     next_power_of_2,
-    overlaps,
     processors,
     wait_for_previous,
 )
@@ -128,8 +127,7 @@ def _resident_row_kernel(
     if GATED:
         one_up = _fetch(matrix, output, outputs, outputs, inputs, FORM)
         two_up = _fetch(matrix, output + step, outputs, outputs, inputs, FORM)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     unit = tl.arange(0, FORM.inputs // (8 * pieces_of(CODE)))
     values, by, low, high, squares = values_of_units(x, gain, unit, inputs, CODE, gain is not None, FORM.even)
     inverse = 1.0
@@ -182,7 +180,6 @@ def resident_row(
     out = around.residual
     if out is None:
         out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    overlap = overlaps(x.device)
     programs = min(cdiv(outputs, shape.outputs), processors(x.device) * shape.programs)
     whole = next_power_of_2(inputs)
     scaled = scales_rows(weight.code, weight.group, inputs, weight.zero)
@@ -200,9 +197,7 @@ def resident_row(
         around.activation or "",
         around.residual is not None,
         shape.outputs,
-        overlap,
         num_warps=shape.warps,
         maxnreg=min(255, PROCESSOR_REGISTERS // (32 * shape.warps * shape.programs) & -8),
-        launch_pdl=overlap,
     )
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.eight_bit import for_kernels, stored_codes
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
 
 FEW_TOKENS = 32
 """Up to so many, a program has a single head, so that there are programs for a whole card."""
@@ -43,8 +43,7 @@ def _rotate_and_store_kernel(
     # Where the token stands was written well before the kernel that this one overlaps with.
     place = tl.load(slot_mapping + token) * kv_heads * head_dim
     position = tl.load(positions + token)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     rotated = head < query_heads + kv_heads
     is_query = head < query_heads
@@ -187,7 +186,6 @@ def _launch(
     span = rotary_dim or head_dim - head_dim % 2
     heads = query_heads + 2 * kv_heads
     tokens = qkv.shape[0]
-    overlap = overlaps(qkv.device)
     group = 1 if tokens <= FEW_TOKENS else min(8 if tokens < MANY_TOKENS else 16, next_power_of_2(heads))
     _rotate_and_store_kernel[(tokens, cdiv(heads, group))](
         qkv,
@@ -211,7 +209,5 @@ def _launch(
         next_power_of_2(span // 2),
         next_power_of_2(head_dim - span) if head_dim > span else 0,
         table is not None,
-        overlap,
         num_warps=1 if group == 1 else 4,
-        launch_pdl=overlap,
     )

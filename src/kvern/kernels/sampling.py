@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kvern.kernels.digits import LARGEST, read_scores
 from kvern.kernels.filters import GREEDY_BELOW, FilteredRows, bounds
-from kvern.kernels.launch import INTERPRETED, overlaps, wait_for_previous
+from kvern.kernels.launch import INTERPRETED, Launcher, wait_for_previous
 
 CHUNK = 4096
 """Entries of the vocabulary that one program of the draw takes."""
@@ -96,6 +96,7 @@ def _score(distances, temperature, seed, position, token):
     return distances * (1.0 / temperature) - _log(time)
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["first", "vocabulary", "columns", "chunks"],
     do_not_specialize_on_alignment=["slots", "positions", "changes", "temperatures", "seeds"],
@@ -119,8 +120,7 @@ def _sample_chunk_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -145,6 +145,7 @@ def _sample_chunk_kernel(
     tl.store(found_tokens + place + 2 * chunks, tl.min(tl.where(drawn == best, token, NO_TOKEN), axis=0))
 
 
+@Launcher
 @triton.jit(do_not_specialize=["parts", "chunks"], do_not_specialize_on_alignment=["slots", "temperatures"])
 def _sample_best_kernel(
     slots: tl.tensor,
@@ -157,8 +158,7 @@ def _sample_best_kernel(
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < parts * chunks
@@ -218,7 +218,7 @@ def find(
     `first`: the token of the first column; `known`: how many columns are tokens, the others pad; None: all.
     """
     count, columns = logits.shape
-    chunks, overlap = triton.cdiv(columns, CHUNK), overlaps(logits.device)
+    chunks = triton.cdiv(columns, CHUNK)
     found = torch.empty(count, 3 * chunks, dtype=torch.int32, device=logits.device)
     floats = found.view(torch.float32)
     _sample_chunk_kernel[(count, chunks)](
@@ -238,9 +238,7 @@ def find(
         chunks,
         scores is not None,
         CHUNK,
-        overlap,
         num_warps=4,
-        launch_pdl=overlap,
     )
     return found
 
@@ -248,7 +246,7 @@ def find(
 def choose(found: torch.Tensor, parts: int, slots: torch.Tensor, rows: SampledRows) -> torch.Tensor:
     """The tokens [N] int64 that win among what `find` found of so many parts, `[parts * N, 3 * chunks]`."""
     count, chunks = len(slots), found.shape[1] // 3
-    out, overlap = torch.empty(count, dtype=torch.int64, device=found.device), overlaps(found.device)
+    out = torch.empty(count, dtype=torch.int64, device=found.device)
     _sample_best_kernel[(count,)](
         slots,
         rows.temperature,
@@ -258,8 +256,6 @@ def choose(found: torch.Tensor, parts: int, slots: torch.Tensor, rows: SampledRo
         parts,
         chunks,
         triton.next_power_of_2(parts * chunks),
-        overlap,
         num_warps=1,
-        launch_pdl=overlap,
     )
     return out

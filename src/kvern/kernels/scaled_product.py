@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, capability, cdiv, overlaps, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, capability, cdiv, stages, wait_for_previous
 from kvern.kernels.linear import MatmulShape
 from kvern.kernels.packed import Packed
 
@@ -66,8 +66,7 @@ def _scaled_product_kernel(
     OVERLAP: tl.constexpr,
 ):
     """WHOLE: both have scales of whole rows."""
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     row_tiles, output_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, OUTPUTS)
     tile = tl.program_id(0)
     first = tile // (SIDE_BY_SIDE * output_tiles) * SIDE_BY_SIDE
@@ -131,7 +130,6 @@ def scaled_product(
     x_group = inputs if x_scale.shape[1] == 1 else -(-inputs // x_scale.shape[1])
     if not whole and any(group != inputs and group % shape.inputs for group in (x_group, weight.group)):
         raise ValueError(f"steps of {shape.inputs} inputs do not fit scales of {x_group} and {weight.group}")
-    overlap = overlaps(x.device)
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     _scaled_product_kernel[(cdiv(rows, shape.rows) * cdiv(outputs, shape.outputs),)](
         x,
@@ -152,9 +150,7 @@ def scaled_product(
         shape.outputs,
         shape.inputs,
         SIDE_BY_SIDE,
-        overlap,
         num_warps=shape.warps,
         num_stages=stages(x.device, shape.stages, (shape.rows + shape.outputs) * shape.inputs),
-        launch_pdl=overlap,
     )
     return out

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import INTERPRETED, Launcher, next_power_of_2, wait_for_previous
 from kvern.kernels.peer_words import POLLS
 
 AWAIT = tl.constexpr(
@@ -60,8 +60,7 @@ def _shared_norm_kernel(
     inside = column < width
     if NORM:
         gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     _await_others(flags, turn, lost, RANK, SIZE)
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -86,8 +85,7 @@ def _shared_norm_kernel(
 def _await_kernel(
     flags: tl.tensor, turn, lost: tl.int64, RANK: tl.constexpr, SIZE: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     _await_others(flags, turn, lost, RANK, SIZE)
 
 
@@ -112,7 +110,6 @@ def shared_norm(
     """
     size, sent_rows, width = sent.shape
     block = next_power_of_2(width)
-    overlap = overlaps(x.device)
     _shared_norm_kernel[(len(own),)](
         x,
         sent,
@@ -131,13 +128,10 @@ def shared_norm(
         width,
         weight is not None,
         block,
-        overlap,
         num_warps=min(16, max(1, block // 512)),
-        launch_pdl=overlap,
     )
 
 
 def await_flags(flags: torch.Tensor, turn: int, lost: torch.Tensor, rank: int) -> None:
     """Waits until the flags [size] int32 of all other ranks show the turn, before later launches begin; see above."""
-    overlap = overlaps(flags.device)
-    _await_kernel[(1,)](flags, turn, lost.data_ptr(), rank, len(flags), overlap, num_warps=1, launch_pdl=overlap)
+    _await_kernel[(1,)](flags, turn, lost.data_ptr(), rank, len(flags), num_warps=1)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import Launcher, next_power_of_2, overlaps, wait_for_previous
+from kvern.kernels.launch import Launcher, next_power_of_2, wait_for_previous
 
 
 @Launcher
@@ -37,8 +37,7 @@ def _store_latents_kernel(
     # Where the token stands was written well before the kernel that this one overlaps with.
     stored = cache + tl.load(slot_mapping + token) * width
     position = tl.load(positions + token)
-    if OVERLAP:
-        wait_for_previous()
+    wait_for_previous(OVERLAP)
     entry = tl.arange(0, LATENT)
     numbers = tl.load(rows + token * row_stride + entry, mask=entry < latent, other=0.0).to(tl.float32)
     gain = tl.load(weight + entry, mask=entry < latent, other=0.0).to(tl.float32)
@@ -103,7 +102,6 @@ def store_latents(
     """
     tokens, heads, width = query.shape
     latent = weight.shape[0]
-    overlap = overlaps(rows.device)
     _store_latents_kernel[(tokens,)](
         rows,
         asked,
@@ -125,7 +123,5 @@ def store_latents(
         next_power_of_2(heads + 1),
         next_power_of_2(latent),
         next_power_of_2((width - latent) // 2),
-        overlap,
         num_warps=4,
-        launch_pdl=overlap,
     )

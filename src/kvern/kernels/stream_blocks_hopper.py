@@ -35,7 +35,7 @@ from kvern.kernels.block_operands_hopper import (
     scales_of_block,
     words_layout,
 )
-from kvern.kernels.hopper import KINDS, fetch_weights, tiles_of
+from kvern.kernels.hopper import KINDS, barriers, fetch_weights, tiles_of
 from kvern.kernels.launch import SHARED_MEMORY, cdiv
 from kvern.kernels.linear import StreamPackedShape
 from kvern.kernels.packed import Packed
@@ -223,11 +223,7 @@ def _stream_blocks_kernel(
         high_bits = gl.allocate_shared_memory(gl.int32, [2 * STAGES, OUTPUTS, WORDS // 2], bit_tiles.layout)
     values = gl.allocate_shared_memory(gl.float16, [2 * STAGES, ROWS, 8 * WORDS], x_tiles.layout)
     sums = gl.allocate_shared_memory(gl.float16, [STAGES, ROWS, SUMS], sum_tiles.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    ready, empty = barriers(STAGES, 1, 1)
     span = (blocks + SPLITS - 1) // SPLITS
     first = gl.program_id(1) * span
     own = gl.minimum(blocks - first, span)

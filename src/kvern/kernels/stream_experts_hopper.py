@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvern.kernels.hopper import KINDS, activate_by, fetch_weights, processors, tiles_of
+from kvern.kernels.hopper import KINDS, activate_by, barriers, fetch_weights, processors, tiles_of
 from kvern.kernels.moe_routing import Alignment
 from kvern.kernels.product_hopper import RowScales
 
@@ -182,11 +182,7 @@ def _stream_experts_kernel(
     weights_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, INPUTS], dtype)
     values = gl.allocate_shared_memory(dtype, [STAGES, ROWS, INPUTS], shared)
     weights = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, INPUTS], weights_shared)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=129)  # each thread's copies, and the weights
-        mbarrier.init(empty.index(stage), count=1)
+    ready, empty = barriers(STAGES, 129, 1)  # each thread's copies, and the weights
     sizes = (tiles, columns, steps, pairs, outputs)
     gl.warp_specialize(
         [

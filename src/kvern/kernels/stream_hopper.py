@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvern.kernels.hopper import (
     KINDS,
     activate_by,
+    barriers,
     fetch_weights,
     hopper_multiplies,
     place_of,
@@ -264,11 +265,7 @@ def _stream_kernel(
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUTPUTS, INPUTS], dtype)
     weights = gl.allocate_shared_memory(dtype, [STAGES, OUTPUTS, INPUTS], shared)
     values = gl.allocate_shared_memory(dtype, [STAGES, ROWS, INPUTS], x_tiles.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    ready, empty = barriers(STAGES, 1, 1)
     span = (steps + SPLITS - 1) // SPLITS
     first = gl.program_id(1) * span
     own = gl.minimum(steps - first, span)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvern.kernels.expert_lanes import STEP, LaneWeight
-from kvern.kernels.hopper import KINDS, activate_gated_by, fetch_weights, processors, tiles_of
+from kvern.kernels.hopper import KINDS, activate_gated_by, barriers, fetch_weights, processors, tiles_of
 from kvern.kernels.launch import cdiv
 from kvern.kernels.moe_routing import Alignment
 
@@ -261,11 +261,7 @@ def _stream_lanes_kernel(
     codes = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS, WORDS], code_tiles.layout)
     values = gl.allocate_shared_memory(dtype, [STAGES, ROWS, 8 * WORDS], shared)
     scales = gl.allocate_shared_memory(gl.int32, [STAGES, OUTPUTS], plain)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=129)  # each thread's copies, and the codes
-        mbarrier.init(empty.index(stage), count=PARTS)
+    ready, empty = barriers(STAGES, 129, PARTS)  # each thread's copies, and the codes
     sizes = (tiles, columns, steps, pairs, outputs)
     own = (out, bias, pair_weights, sorted_pairs, block_experts, codes, scales, values, ready, empty, sizes)
     fetched = (

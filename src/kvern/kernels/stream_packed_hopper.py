@@ -13,10 +13,9 @@ import functools
 import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from kvern.kernels.hopper import place_of, tiles_of
+from kvern.kernels.hopper import barriers, place_of, tiles_of
 from kvern.kernels.launch import SHARED_MEMORY, cdiv, next_power_of_2
 from kvern.kernels.linear import StreamPackedShape
 from kvern.kernels.packed import Packed
@@ -145,11 +144,7 @@ def _stream_packed_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     scales = gl.allocate_shared_memory(gl.int32 if PER > 1 else gl.float32, [PARTS, KEPT, PART], plain)
     zeros = gl.allocate_shared_memory(gl.uint8, [PARTS, KEPT if zero is not None else 1, PART], plain)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=PARTS)
+    ready, empty = barriers(STAGES, 1, PARTS)
     span = (steps + SPLITS - 1) // SPLITS
     first = gl.program_id(1) * span
     own = gl.minimum(steps - first, span)

@@ -242,7 +242,7 @@ class StepRecorder:
             for longest in (1, 40):
                 tables = self._integers(3 * ROWS, LONGEST // config.block_size)
                 sizes = count * longest, longest, config.block_size
-                batch.read_slots(tables, ROWS, slots, starts, slots, counts, *sizes)
+                batch.read_slots(tables, ROWS, batch.TokenRuns(slots, starts, slots, counts), *sizes)
         batch.write_runs(rows.tokens, self._integers(2, 4), self._integers(20))
         for pool in self._steps.attention.pools:
             batch.copy_pool_blocks(pool, positions, positions, positions)
@@ -251,9 +251,9 @@ class StepRecorder:
             self._choose(of_slots, positions)
         batch.write_sampled(rows.tokens, slots, positions, chosen, starts)
         if drafts:
-            runs = slots, starts, slots, counts
-            drafting.read_drafts(rows.tokens, rows.block_table, counts, rows.turns, *runs, starts, 6, config.block_size)
-            drafting.accept_drafts(rows.tokens, counts, *runs, chosen, positions)
+            runs = batch.TokenRuns(slots, starts, slots, counts)
+            drafting.read_drafts(rows.tokens, rows.block_table, counts, rows.turns, runs, starts, 6, config.block_size)
+            drafting.accept_drafts(rows.tokens, counts, runs, chosen, positions)
             drafting.begin_drafts(counts, self._integers(2, 4), self._integers(2, 8), self._integers(3, 4), ROWS)
             drafting.write_drafts(rows.tokens, self._integers(3, count), chosen)
 

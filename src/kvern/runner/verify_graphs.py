@@ -190,7 +190,7 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
             rows.block_table,
             rows.num_computed_tokens,
             rows.turns,
-            *planned,
+            planned,
             runs.starts,
             tokens,
             model.block_size,
@@ -217,7 +217,7 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
             logits, sampled = sample_as_asked(decoder, hidden, slots, positions, rows, self._reported)
         else:
             logits, sampled = sample_plain(decoder, hidden, slots, positions, rows)
-        accept_drafts(rows.tokens, rows.num_computed_tokens, *runs, sampled, self._kept)
+        accept_drafts(rows.tokens, rows.num_computed_tokens, runs, sampled, self._kept)
         kept = self._kept[: shape.runs]
         if model.states is not None:
             model.states.accept(kept)

@@ -39,16 +39,14 @@ def _slot_mapping(inputs: Inputs, table: torch.Tensor, slots: torch.Tensor, posi
 
 def _read_tokens(spec: ModelSpec, inputs: Inputs) -> Call:
     tokens, table = _rows(inputs)
-    slots, starts, firsts, counts = (inputs.integers(row) for row in ((2, 0), (5, 20), (0, 3), (3, 40)))
-    launch = partial(
-        batch.read_tokens, tokens, table, _turns(inputs), slots, starts, firsts, counts, 43, 40, inputs.block_size
-    )
+    runs = batch.TokenRuns(*(inputs.integers(row) for row in ((2, 0), (5, 20), (0, 3), (3, 40))))
+    launch = partial(batch.read_tokens, tokens, table, _turns(inputs), runs, 43, 40, inputs.block_size)
 
-    def reference() -> tuple[torch.Tensor, ...]:
+    def reference() -> torch.Tensor:
         row = inputs.integers([2] * 3 + [0] * 40, torch.int64)
         positions = inputs.integers([*range(5, 8), *range(20, 60)], torch.int64)
         turned = inputs.integers([*range(5, 8), 20, *range(12, 51)], torch.int64)
-        return tokens[row, positions], turned, _slot_mapping(inputs, table, row, positions)
+        return torch.stack((tokens[row, positions].long(), turned, _slot_mapping(inputs, table, row, positions)))
 
     return Call("43 tokens", launch, reference)
 
@@ -70,9 +68,9 @@ def _read_slots(spec: ModelSpec, inputs: Inputs, longest: int) -> Call:
     blocks = -(-LENGTH // inputs.block_size)
     tables = inputs.permutation(3 * SLOTS * blocks).view(3 * SLOTS, blocks)
     counts = (min(3, longest), longest)
-    slots, starts, firsts, lengths = (inputs.integers(row) for row in ((2, 0), (5, 20), (0, counts[0]), counts))
+    runs = batch.TokenRuns(*(inputs.integers(row) for row in ((2, 0), (5, 20), (0, counts[0]), counts)))
     sizes = sum(counts), longest, inputs.block_size
-    launch = partial(batch.read_slots, tables, SLOTS, slots, starts, firsts, lengths, *sizes)
+    launch = partial(batch.read_slots, tables, SLOTS, runs, *sizes)
 
     def reference() -> torch.Tensor:
         row = inputs.integers([2] * counts[0] + [0] * counts[1], torch.int64)
@@ -92,11 +90,10 @@ def _read_slots_launched(spec: ModelSpec, inputs: Inputs) -> Sizes:
 def _read_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
     tokens, table = _rows(inputs)
     computed, exact = inputs.integers((7, 8, 9)), inputs.zeros(3)
-    slots, starts, firsts, counts = (inputs.integers(row) for row in ((1, 0, 2), (-1, 33, 0), (0, 3, 4), (3, 1, 2)))
-    runs = slots, starts, firsts, counts
+    runs = batch.TokenRuns(*(inputs.integers(row) for row in ((1, 0, 2), (-1, 33, 0), (0, 3, 4), (3, 1, 2))))
 
     def launch() -> tuple[torch.Tensor, ...]:
-        return *drafts.read_drafts(tokens, table, computed, _turns(inputs), *runs, exact, 6, inputs.block_size), exact
+        return *drafts.read_drafts(tokens, table, computed, _turns(inputs), runs, exact, 6, inputs.block_size), exact
 
     def reference() -> tuple[torch.Tensor, ...]:
         row = inputs.integers((1, 1, 1, 0, 2, 2))
@@ -111,12 +108,12 @@ def _read_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
 def _accept_drafts(spec: ModelSpec, inputs: Inputs) -> Call:
     tokens, _ = _rows(inputs)
     computed, kept = inputs.zeros(SLOTS), inputs.zeros(3, dtype=torch.int64)
-    slots, starts, firsts, counts = (inputs.integers(row) for row in ((1, 0, 2), (7, 33, 0), (0, 4, 5), (4, 1, 40)))
+    runs = batch.TokenRuns(*(inputs.integers(row) for row in ((1, 0, 2), (7, 33, 0), (0, 4, 5), (4, 1, 40))))
     right = tokens[1, 8:10].tolist()  # two of three drafts; the last row pads
     sampled = inputs.integers((*right, 1000, 1001, 1002, *range(40)), torch.int64)
 
     def launch() -> tuple[torch.Tensor, ...]:
-        drafts.accept_drafts(tokens, computed, slots, starts, firsts, counts, sampled, kept)
+        drafts.accept_drafts(tokens, computed, runs, sampled, kept)
         return tokens, computed, kept
 
     def reference() -> tuple[torch.Tensor, ...]:
