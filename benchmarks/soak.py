@@ -1,13 +1,16 @@
 """Minutes of everything at once: streams, clients that leave, bad requests, an engine that is killed or hangs.
 
     python benchmarks/soak.py --seconds 600 --output benchmarks/results/soak-cpu.json
+    python benchmarks/soak.py --seconds 3600 --kv-tier host:64MB --kv-tier disk:/tmp/pages:256MB
 
 Each stream's text must be the one that the same request has alone. At the end nothing may run, no block may be held,
-and the server's memory must be what it was after the first minute.
+and the memory of server and engine, and the files of tiers, must be what they were after a tenth of the time. With
+tiers prompts are long and come again, and the KV cache holds few of them.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -17,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ from kvern import LLM, SamplingParams
 
 MODEL = "kvern-1m"
 OPTIONS = ("--threads", "1", "--max-model-len", "512", "--dtype", "float32")
+SMALL_CACHE = ("--kv-cache-tokens", "8192")
+LONG_PROMPT = "There was an old tree in the garden, and under the tree there lived a family of mice. " * 10
 BAD_BODIES: tuple[Any, ...] = (
     {"prompt": []},
     {"prompt": "a", "temperature": -1},
@@ -46,13 +51,18 @@ BAD_BODIES: tuple[Any, ...] = (
 class Soak:
     """One run against one server."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str, expected: dict[tuple[str, int], str]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], url: str, expected: dict[tuple[str, int], str], folders: Sequence[Path]
+    ) -> None:
         self.process = process
         self.url = url
         self.expected = expected
+        self.folders = folders
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.memory: list[int] = []
+        self.engine_memory: list[int] = []
+        self.files: list[int] = []
         self.random = random.Random(0)
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         self.plain = httpx2.AsyncClient(base_url=url, timeout=120)
@@ -135,6 +145,9 @@ class Soak:
     async def _sample(self, seconds: float) -> None:
         while True:
             self.memory.append(resident(self.process.pid))
+            with contextlib.suppress(OSError, IndexError):  # it is being started
+                self.engine_memory.append(resident(self._engine()))
+            self.files.append(sum(file.stat().st_blocks * 512 for folder in self.folders for file in folder.rglob("*")))
             await asyncio.sleep(max(1.0, seconds / 60))
 
     def _engine(self) -> int:
@@ -145,6 +158,12 @@ class Soak:
         text = (await self.plain.get("/metrics")).text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
         return {sample.name.removeprefix("kvern:"): sample.value for sample in samples}
+
+    async def hits(self) -> dict[str, float]:
+        """Tokens that each store gave."""
+        text = (await self.plain.get("/metrics")).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {one.labels["store"]: one.value for one in samples if one.name == "kvern:tier_hit_tokens_total"}
 
     async def settled(self) -> dict[str, float]:
         """What still runs, waits, or holds blocks, when everybody has gone."""
@@ -163,9 +182,9 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def alone(count: int) -> dict[tuple[str, int], str]:
-    """The texts of requests that run one at a time."""
-    requests = [(f"Once upon a time there were {number}", number % 7) for number in range(count)]
+def alone(count: int, begin: str = "") -> dict[tuple[str, int], str]:
+    """The texts of requests that run one at a time, whose prompts begin so."""
+    requests = [(f"Once upon a time there were {number}. {begin}", number % 7) for number in range(count)]
     expected = {}
     with LLM(MODEL, threads=1, dtype="float32", max_model_len=512) as llm:
         for prompt, seed in requests:
@@ -175,32 +194,43 @@ def alone(count: int) -> dict[tuple[str, int], str]:
     return expected
 
 
-async def soak(seconds: float, width: int = 24, kills: int = 5, prompts: int = 60) -> dict[str, Any]:
+async def soak(
+    seconds: float, tiers: Sequence[str] = (), width: int = 24, kills: int = 5, prompts: int = 60
+) -> dict[str, Any]:
     """Run it; what was done and what went wrong."""
-    expected = alone(prompts)
+    expected = alone(prompts, LONG_PROMPT if tiers else "")
     command = [sys.executable, "-m", "kvern", "serve", MODEL, "--port", "0", "--engine-timeout", "5", *OPTIONS]
+    if tiers:
+        command += [*SMALL_CACHE, *(word for tier in tiers for word in ("--kv-tier", tier))]
+    folders = [Path(tier.split(":")[1]) for tier in tiers if tier.startswith("disk:")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr:
         url = next(found[1] for line in process.stderr if (found := re.search(r"(http://[\d.]+:\d+)", line)))
-        run = Soak(process, url, expected)
+        run = Soak(process, url, expected, folders)
         try:
             await run.run(seconds, width, kills)
             left, figures = await run.settled(), await run.figures()
+            hits = await run.hits()
             await run.client.close()
             await run.plain.aclose()
         finally:
             process.terminate()
             code = await asyncio.to_thread(process.wait, 60)
-    tenth = max(1, len(run.memory) // 10)
+    levels = {"memory_mb": run.memory, "engine_memory_mb": run.engine_memory, "files_mb": run.files}
+    found = {
+        f"{name}_{when}": round(samples[place] / 2**20, 1)
+        for name, samples in levels.items()
+        for when, place in (("after_a_tenth", max(1, len(samples) // 10)), ("at_the_end", -1))
+    }
     return {
         "seconds": seconds,
         "done": dict(run.done),
         "wrong": run.wrong,
         "left": left,
         "restarts": figures["engine_restarts_total"],
-        "memory_mb_after_a_tenth": round(run.memory[tenth] / 2**20, 1),
-        "memory_mb_at_the_end": round(run.memory[-1] / 2**20, 1),
+        **found,
+        "tier_hit_tokens": hits,
         "exit_code": code,
     }
 
@@ -210,8 +240,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="how long (600)")
     parser.add_argument("--output", type=Path, help="file for the result, JSON")
+    parser.add_argument("--kv-tier", action="append", default=[], help="a store of the KV cache; repeatable")
     options = parser.parse_args()
-    result = asyncio.run(soak(options.seconds))
+    result = asyncio.run(soak(options.seconds, options.kv_tier))
     table = Table("what", "figure")
     for name, value in result.items():
         table.add_row(name, json.dumps(value)[:300])

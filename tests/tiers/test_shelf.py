@@ -365,6 +365,15 @@ def test_a_distant_store_has_the_time_that_its_answers_take() -> None:
     store.go.set()
 
 
+def test_questions_that_nobody_follows_are_forgotten() -> None:
+    """Their requests have ended."""
+    store = MemoryStore(is_local=False)
+    shelf, _ = shelf_of(store)
+    for number in range(5):
+        shelf.ask([known(number)])
+    eventually(lambda: len(store.calls) == 5 and not shelf._questions)
+
+
 def test_stores_that_are_near_are_not_asked() -> None:
     shelf, _ = shelf_of(MemoryStore())
     assert shelf.ask([known(1)]) is None

@@ -147,6 +147,8 @@ class Shelf:
         with self._lock:
             if number in self._questions:
                 self._questions[number][0].discard(one)
+                if not self._questions[number][0]:  # nobody may ask: requests end
+                    del self._questions[number]
 
     def answered(self, number: int) -> bool:
         """See `TierIndex.answered`."""
