@@ -6,6 +6,7 @@
   |-- UnsupportedModel   the architecture is unknown, or uses something that no family describes
   |-- CorruptCheckpoint  a weight file is truncated, or its tensors do not fit the model
   |-- InvalidAdapter     the files of an adapter do not fit this model
+  |-- InvalidWeights     new weights of a served model do not fit it
   |-- InvalidParameter   a sampling parameter is out of range
   |-- InvalidRequest     the prompt is empty, too long, or holds token ids that do not exist
   |   `-- PromptTooLong      it has more tokens than the model's context
@@ -66,6 +67,10 @@ class CorruptCheckpoint(KvernError):
 
 class InvalidAdapter(KvernError):
     """An adapter's files are missing, unreadable, unsupported, or do not fit the model."""
+
+
+class InvalidWeights(KvernError):
+    """Files of new weights are missing, unreadable, or do not fit the served model."""
 
 
 class InvalidParameter(KvernError, ValueError):

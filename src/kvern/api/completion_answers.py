@@ -4,7 +4,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvern.api.completions import AnswerOptions
 from kvern.api.conversation import assistant_message, finish_reason
@@ -50,14 +50,30 @@ def completion_details(thought: int, answers: Sequence[CompletionOutput]) -> dic
 
 
 FINGERPRINT = f"kvern-{__version__}"
-"""Answers with the same seed are the same under one fingerprint, model and options."""
+"""Answers with the same seed are the same under one fingerprint, model and options.
+
+The version of weights that changed while the model served follows it."""
+
+
+class Versioned(Protocol):
+    """Weights of a served model; `version` is empty for those in its folder."""
+
+    version: str
 
 
 class CompletionWriter:
-    """Writes the answers to one body; `chat` reads answers to a conversation."""
+    """Writes the answers to one body; `chat` reads answers to a conversation, `weights` compute them."""
 
-    def __init__(self, options: AnswerOptions, model: str, tokenizer: Tokenizer, chat: ChatRequest | None) -> None:
+    def __init__(
+        self,
+        options: AnswerOptions,
+        model: str,
+        tokenizer: Tokenizer,
+        chat: ChatRequest | None,
+        weights: Versioned | None = None,
+    ) -> None:
         self.options = options
+        self._weights = weights
         self._model = model
         self.tokenizer = tokenizer
         self.chat = chat
@@ -96,9 +112,10 @@ class CompletionWriter:
 
     @property
     def server(self) -> dict[str, Any]:
-        """Fields that describe the server, for whole answers and the last chunk of a choice."""
+        """Fields that describe the server, for whole answers and the last chunk of a choice: as it is then."""
         tier = {"service_tier": "default"} if self.options.service_tier else {}
-        return {"system_fingerprint": FINGERPRINT, **tier}
+        version = "" if self._weights is None else self._weights.version
+        return {"system_fingerprint": f"{FINGERPRINT}-{version}" if version else FINGERPRINT, **tier}
 
     def prompt(self, output: RequestOutput) -> str:
         """Returns the text of a prompt."""

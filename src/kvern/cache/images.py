@@ -311,6 +311,12 @@ class ImagePool(CacheExtension):
             self._drop(image)
         self._message = ImageMessage([], [], [], [])
 
+    def renew(self) -> Sequence[Request]:
+        """The encoder may have changed: what was encoded, or is in part, counts for nothing."""
+        for image in [image for image in self._images.values() if image.parts]:
+            self._drop(image)
+        return self._let_run([*self._waiting])
+
     # Steps
 
     @property

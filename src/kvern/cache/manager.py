@@ -13,7 +13,7 @@ The contiguous cache is the same code with blocks as long as the longest sequenc
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -83,6 +83,9 @@ class KVCacheManager:
         self._blocks = Allocation(parts, self.extensions)
         self.statistics = CacheStatistics()
         self._groups: Counter[bytes] = Counter()  # requests alive in each private namespace
+        self._renewals = 0
+        self._kept: set[Request] = set()
+        """Requests whose blocks were computed with several weights: no other shares them."""
 
     def extension(self, kind: type[Extension]) -> Extension | None:
         """The extension of this class, if there is one."""
@@ -242,6 +245,8 @@ class KVCacheManager:
         self.tree.acquire(parent.nodes)
         child.block_ids, child.nodes = shared + taken[0], list(parent.nodes)
         child.num_computed_tokens = parent.num_computed_tokens
+        if parent in self._kept:
+            self._kept.add(child)
         sources: list[Sequence[int]] = [parent.block_ids[full : full + 1]]
         for extension, blocks in zip(self.extensions, taken[1:], strict=True):
             sources.append(extension.fork(parent, child, blocks))
@@ -275,6 +280,9 @@ class KVCacheManager:
 
     def free(self, request: Request, step: int) -> None:
         """Drop the request's references; the beginning of its last block stays cached too."""
+        if request in self._kept:
+            self.drop(request)
+            return
         self.publish(request, step)
         namespace = self._namespace(request)
         start = len(request.nodes) * self.block_size
@@ -292,6 +300,7 @@ class KVCacheManager:
     def drop(self, request: Request) -> None:
         """Drop the request's references; of its blocks only those stay cached that are in the tree already."""
         self._leave(request, None)
+        self._kept.discard(request)
         self.tree.release(request.nodes)
         self.pool.release(reversed(request.block_ids))
         request.block_ids = []
@@ -303,6 +312,20 @@ class KVCacheManager:
         request.num_computed_tokens -= request.num_computed_tokens % self.block_size
         for extension in self.extensions:
             extension.retract(request)
+
+    def keep(self, requests: Iterable[Request]) -> None:
+        """Let running requests go on with what they have, to which other weights add: no other shares it."""
+        self._kept.update(requests)
+
+    def renew(self) -> list[Request]:
+        """Weights have changed; the requests that need not wait any longer.
+
+        Namespaces of requests do that for prefixes; groups share nothing of before.
+        """
+        self._renewals += 1
+        for namespace in self._groups:
+            self.tree.rename(namespace, b"%s\0%d" % (namespace, self._renewals))
+        return [request for extension in self.extensions for request in extension.renew()]
 
     def completed(self, step: int) -> None:
         """All steps up to this one have returned or were undone: what they computed is written."""
@@ -391,6 +414,8 @@ class KVCacheManager:
 
     def _namespace(self, request: Request) -> bytes | None:
         """Returns the namespace in which a request shares blocks; None if it shares with no other."""
+        if request in self._kept:
+            return None
         if self.prefix_cache:
             return request.cache_namespace
         return None if request.group is None else _private(request.group)

@@ -191,6 +191,12 @@ class RadixCache:
             self._remove(node)
         self._roots.pop(namespace, None)
 
+    def rename(self, namespace: bytes, name: bytes) -> None:
+        """Let a namespace begin anew: what it has is that of another `name`, which is new, until it is evicted."""
+        if (root := self._roots.pop(namespace, None)) is not None:
+            root.key = self.root_key(name)
+            self._roots[name] = root
+
     def forget_since(self, step: int) -> None:
         """Forget what steps from `step` on were to compute. Nothing is in use."""
         for node in [node for node in self._unused if node.step >= step]:  # children are never older than parents

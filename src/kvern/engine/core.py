@@ -30,6 +30,7 @@ from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
 from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
+from kvern.request.weights import WeightsFound, WeightSource, weights_prefix
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -89,6 +90,8 @@ class EngineCore(EngineLoop):
         self._digests: dict[int, bytes] = {}
         """The digests of the adapters that requests may use, by their keys."""
         self._unloading: set[int] = set()
+        self._weights = b""
+        """The beginning of the namespaces of blocks that are computed with the present weights."""
         self.executor = executor
         self._stages = ToldStages(scheduler.limits.stages)
         self._depth = depth
@@ -136,8 +139,7 @@ class EngineCore(EngineLoop):
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.queue.arrived_at = self._clock()
-        if request.adapter in self._digests:
-            request.cache_namespace = cache_namespace(request.spec, self._digests[request.adapter])
+        self._name(request)
         if request.params.beam_width is not None:
             self._beams.begin(request)
         preparing = None
@@ -149,6 +151,11 @@ class EngineCore(EngineLoop):
             self._queue(request)
         else:
             self._held[request.request_id] = request, preparing
+
+    def _name(self, request: Request) -> None:
+        """Let a request share blocks with those of the same weights, adapter and namespace."""
+        digest = b"" if request.adapter is None else self._digests.get(request.adapter, b"")
+        request.cache_namespace = self._weights + cache_namespace(request.spec, digest)
 
     def _queue(self, request: Request) -> None:
         self.scheduler.register(request)
@@ -181,6 +188,26 @@ class EngineCore(EngineLoop):
         """Forget an adapter, once the requests that use it have ended."""
         self._unloading.add(key)
         self._forget_unused()
+
+    def read_weights(self, version: str, sources: Sequence[WeightSource]) -> None:
+        self.executor.read_weights(version, sources)
+
+    def weights_found(self) -> WeightsFound | None:
+        return self.executor.weights_found()
+
+    def take_weights(self, version: str, keep: bool) -> list[TokenEvent]:
+        events = []
+        while self._in_flight:
+            events += self._collect_oldest()
+        self.executor.take_weights()
+        self._weights = weights_prefix(version)
+        self.scheduler.renew(keep)
+        for request in (*self.scheduler.by_id.values(), *(held for held, _ in self._held.values())):
+            self._name(request)
+        return events
+
+    def drop_weights(self) -> None:
+        self.executor.drop_weights()
 
     def _forget_unused(self) -> None:
         if not self._unloading:
@@ -241,6 +268,10 @@ class EngineCore(EngineLoop):
             elif self._has_steps:
                 self._sleep(LOADING_SECONDS)
             return []
+        return self._collect_oldest()
+
+    def _collect_oldest(self) -> list[TokenEvent]:
+        """Wait for the oldest step in flight. Raises what breaks the executor itself."""
         output, requests, future = self._in_flight.popleft()
         self._pace.awaits()
         try:

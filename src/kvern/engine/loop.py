@@ -5,9 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvern.errors import in_a_line
+from kvern.errors import ConfigError, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.request.weights import WeightsFound, WeightSource
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -70,6 +71,28 @@ class EngineLoop(ABC):
     @abstractmethod
     def unload_adapter(self, key: int) -> None:
         """Forget an adapter, once the requests that use it have ended."""
+
+    def read_weights(self, version: str, sources: Sequence[WeightSource]) -> None:
+        """Begin to read new weights beside those of steps. Raises ConfigError if the engine cannot change its own."""
+        raise ConfigError(
+            "this engine cannot change its weights while it runs: those of encoders, and of ranks in DP attention, are "
+            "read when it starts; restart it with them"
+        )
+
+    def weights_found(self) -> WeightsFound | None:
+        """The result of reading new weights, once; None: nothing new."""
+        return None
+
+    def take_weights(self, version: str, keep: bool) -> list[TokenEvent]:
+        """Compute with the weights of this version, which were read, from the next step on.
+
+        Running requests `keep` what they have computed, or compute it again. Returns what steps on their way have done.
+        """
+        raise NotImplementedError("none were read")
+
+    def drop_weights(self) -> None:
+        """Forget new weights that are being read, or were read and not taken."""
+        raise NotImplementedError("none were read")
 
 
 def refused(spec: RequestSpec, error: Exception) -> list[TokenEvent]:

@@ -197,6 +197,19 @@ class Scheduler:
         self.waiting.loaded(self.waiting)
         self.adapters.clear()
 
+    def renew(self, keep: bool) -> None:
+        """Later steps compute with other weights; none is in flight.
+
+        Running requests `keep` what they have, which no other may use then, or lose their places. No request finds what
+        is cached, since its namespace changes.
+        """
+        if keep:
+            self.cache.keep(self.running)
+        else:
+            for request in list(self.running):
+                self._preempt(request)
+        self.waiting.loaded(self.cache.renew())
+
     def restrict(self, units: frozenset[str] | None) -> None:
         """Let only requests of these units run; None: all. Others that do are preempted."""
         self._allowed = units

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -85,6 +85,7 @@ class LoadOptions:
                    they stay plain
     ranks          the ranks that share the model, of which this one loads its part
     whole_experts  the experts that each rank has; None: each rank has a part of each expert
+    stored         the tensors in the place of those of the folder's files; None: those
     """
 
     dtype: str = "auto"
@@ -97,6 +98,13 @@ class LoadOptions:
     quantization: str | None = None
     ranks: Ranks = ALONE
     whole_experts: "WholeExperts | None" = None
+    stored: Sequence[StoredTensor] | None = None
+
+    def tensors(self, folder: Path) -> list[StoredTensor] | None:
+        """The tensors to load; None: there are none, weights are random."""
+        if self.load_format == "dummy":
+            return None
+        return read_headers(folder) if self.stored is None else list(self.stored)
 
 
 def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
@@ -108,7 +116,7 @@ def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
     config = read_config(folder)
     whole = spec_of_folder(folder, config)
     share = share_of_ranks(whole, ranks, options.whole_experts)
-    stored = [] if is_dummy else read_headers(folder)
+    stored = options.tensors(folder) or []
     spec = share
     if ranks.stage.layers is not None:
         from kvern.models.stages import part_of_stage, tensors_of_stage

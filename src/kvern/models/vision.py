@@ -300,7 +300,7 @@ def load_vision(folder: Path, spec: VisionSpec, options: LoadOptions) -> VisionT
     def make(tower: ModelSpec, build: Build) -> VisionTower:
         return VisionTower(replace(spec, tower=tower), build)
 
-    stored = None if options.load_format == "dummy" else read_headers(folder)
+    stored = options.tensors(folder)
     build = vision_build(spec, parse_dtype(options.dtype), options)
     return filled_model(make, spec.tower, build, folder, stored)
 

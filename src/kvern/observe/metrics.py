@@ -237,6 +237,7 @@ class Metrics:
             "1 if an engine takes requests, 0 while another is started, NaN while the model is not awake.",
         )
         self._restarts = counter("engine_restarts", "Times that a dead or silent engine was replaced.")
+        self._weight_updates = counter("weight_updates", "Times that the engine's weights changed while it ran.")
         self._step_tokens = histogram("iteration_tokens_total", "Tokens computed in one step.", TOKENS)
         self._step_requests = histogram("step_requests", "Sequences in one step.", SEQUENCES)
         self._step_seconds = histogram("step_duration_seconds", "Time of one step.", MILLISECONDS)
@@ -293,6 +294,10 @@ class Metrics:
         """Counts a restart; the new engine's counters begin at 0."""
         self._restarts.inc()
         self._begin_anew()
+
+    def weights_changed(self) -> None:
+        """Counts a change of weights."""
+        self._weight_updates.inc()
 
     def rests(self) -> None:
         """Notes that there is no engine until the model is woken, whose counters begin at 0."""

@@ -1,6 +1,6 @@
 """The executor of steps on a single device. The engine core knows nothing below this."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +9,12 @@ from kvern.config import EngineConfig
 from kvern.plugins import imported
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult, StepTooLarge
+from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.device import resolve_device
 from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout, agree, lay_out
 from kvern.runner.startup import Startup
+from kvern.runner.weight_reader import WeightReader
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
@@ -39,6 +41,7 @@ class Executor:
         self._parts: StepParts | None = None
         self._execute = tiered(self._whole_or_parts, tier, worker.runner)
         self._error: BaseException | None = None
+        self.weights = WeightReader(worker)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         """Start a step; the result may arrive later, an exception is the result's."""
@@ -104,6 +107,22 @@ class Executor:
     def drop_adapter(self, key: int) -> None:
         """Forget an adapter."""
         self._worker.adapters.drop(key)
+
+    def read_weights(self, version: str, sources: Sequence[WeightSource]) -> None:
+        """Begin to read new weights beside those of steps; what was read before is dropped."""
+        self.weights.begin(version, sources)
+
+    def weights_found(self) -> WeightsFound | None:
+        """The result of reading new weights, once; None: nothing new."""
+        return self.weights.answer()
+
+    def take_weights(self) -> None:
+        """Let all later steps use the weights that were read; none is on its way."""
+        self.weights.take()
+
+    def drop_weights(self) -> None:
+        """Forget the weights that are being read, or were read last."""
+        self.weights.drop()
 
 
 def start(

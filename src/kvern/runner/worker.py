@@ -1,6 +1,6 @@
 """One device of an engine, and all that lives on it: weights, KV cache, rows, adapters, grammars, processors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -56,9 +56,13 @@ from kvern.spec.model import ModelSpec
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.adapters.peft import Target
+    from kvern.models.checkpoint import StoredTensor
     from kvern.models.vision import VisionTower
+    from kvern.models.weighted import WeightedModel
     from kvern.ranks.expert_placement import Placement
+    from kvern.request.weights import WeightSource
     from kvern.runner.cached_model import EmbeddingSource
+    from kvern.runner.new_weights import NewWeights
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.runner.ranks.experts import ExpertBalance, ExpertCounts, LayerCounts
     from kvern.runner.tier import Tier
@@ -196,9 +200,9 @@ class Worker:
             decoder = model = self._load_decoder(self._folder, plan, backend, config.quantization, self._ranks)
             backend.prepare(decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
-        tower, images = self._load_images(plan)
+        self._tower, images = self._load_images(plan)
         if isinstance(model, Decoder) and device.type == "cpu" and not plan.on_device:
-            settle_threads(config, plan, model, *(() if tower is None else (tower,)))
+            settle_threads(config, plan, model, *(() if self._tower is None else (self._tower,)))
         processors = self._make_processors(plan) if config.logits_processors else None
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
         self._loaded = LoadedModel(
@@ -307,7 +311,13 @@ class Worker:
         return Draft(head, backend)
 
     def _load_decoder(
-        self, folder: Path, plan: Plan, backend: StepBackend, quantization: str | None, ranks: Ranks
+        self,
+        folder: Path,
+        plan: Plan,
+        backend: StepBackend,
+        quantization: str | None,
+        ranks: Ranks,
+        stored: "Sequence[StoredTensor] | None" = None,
     ) -> Decoder:
         with self._startup.stage("weights"):
             return load_model(
@@ -323,6 +333,7 @@ class Worker:
                     deterministic=self._config.deterministic and bool(plan.kernels),
                     quantization=quantization,
                     whole_experts=self._whole_experts if ranks is self._ranks else None,
+                    stored=stored,
                 ),
             )
 
@@ -339,7 +350,6 @@ class Worker:
             return None, None
         from kvern.images.settings import settings_of
         from kvern.images.spans import places_for
-        from kvern.models.vision import load_vision
         from kvern.runner.image_rows import EncodedRows, ImageRows
 
         if len(self._spec.layers) < len(vision.taps) and self._ranks.stage.is_first:
@@ -349,20 +359,49 @@ class Worker:
             )
         settings, encoded = settings_of(self._folder, vision), None
         if self._ranks.stage.is_first:
-            with self._startup.stage("weights"):
-                options = LoadOptions(
-                    plan.dtype,
-                    self.device,
-                    load_format=config.load_format,
-                    kernels=CPU_KERNELS if plan.kernels >= CPU_KERNELS else plan.kernels & VISION_KERNELS,
-                    deterministic=config.deterministic,
-                    quantization=config.quantization if self.device.type == "cpu" else None,
-                )
-                tower = load_vision(self._folder, vision, options)
+            tower = self._load_tower(vision, plan)
             width = vision.projector.hidden * (1 + len(vision.taps))
             places = places_for(settings, whole_prompt(config, self._whole))
             encoded = EncodedRows(tower, torch.empty(places, width, dtype=tower.build.dtype, device=self.device))
         return None if encoded is None else encoded.tower, partial(ImageRows, vision, settings, encoded)
+
+    def _load_tower(
+        self, vision: "VisionSpec", plan: Plan, stored: "Sequence[StoredTensor] | None" = None
+    ) -> "VisionTower":
+        from kvern.models.vision import load_vision
+
+        config = self._config
+        options = LoadOptions(
+            plan.dtype,
+            self.device,
+            load_format=config.load_format,
+            kernels=CPU_KERNELS if plan.kernels >= CPU_KERNELS else plan.kernels & VISION_KERNELS,
+            deterministic=config.deterministic,
+            quantization=config.quantization if self.device.type == "cpu" else None,
+            stored=stored,
+        )
+        with self._startup.stage("weights"):
+            return load_vision(self._folder, vision, options)
+
+    def read_weights(self, sources: "Sequence[WeightSource]") -> "NewWeights":
+        """New weights, loaded beside those that steps use; any thread may call this.
+
+        Raises InvalidWeights, or ConfigError if this engine cannot change its weights.
+        """
+        from kvern.runner.new_weights import check_changeable, read_weights
+
+        check_changeable(self._config, self._whole, self._loaded)
+        on_host = self.device.type == "cpu"
+        return read_weights(self._folder, self._whole, sources, self._load_beside, on_host=on_host)
+
+    def _load_beside(self, stored: "Sequence[StoredTensor]") -> "Iterator[tuple[WeightedModel, WeightedModel]]":
+        """Models of these tensors, each after the one that steps use. Raises KvernError."""
+        decoder, plan = self._loaded.decoder, self._plan
+        assert isinstance(decoder, Decoder)
+        quantization = self._config.quantization
+        yield decoder, self._load_decoder(self._folder, plan, self._backend, quantization, self._ranks, stored)
+        if self._vision is not None and self._tower is not None:
+            yield self._tower, self._load_tower(self._vision, plan, stored)
 
     def _load_fallback(self, plan: Plan) -> LanguageModel | None:
         """The model as transformers computes it, which is found right; None: kvern does."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+from collections.abc import Collection
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,6 +65,7 @@ POST   /v1/images/variations                               absent:Absent.refuse
 POST   /v1/models/{model:path}/load                        admin:ModelsApi.load
 POST   /v1/models/{model:path}/sleep                       admin:ModelsApi.sleep
 POST   /v1/models/{model:path}/unload                      admin:ModelsApi.sleep
+POST   /v1/models/{model:path}/weights                     weights:WeightsApi.update
 POST   /v1/load_lora_adapter                               admin:AdaptersApi.load
 POST   /v1/unload_lora_adapter                             admin:AdaptersApi.unload
 POST   /v1/add_engine                                      admin:EnginesApi.add
@@ -110,10 +112,10 @@ class Apis:
         handler: T = self._made[kind]
         return handler
 
-    def routes(self, without: str = "") -> list[Route]:
-        """The routes of all APIs, except those of the handler `without`, a module and a class."""
+    def routes(self, without: Collection[str] = ()) -> list[Route]:
+        """The routes of all APIs, except those of the handlers `without`, each a module and a class."""
         rows = (line.split() for line in ROUTES.strip().splitlines())
-        return [self._route(*row) for row in rows if row[2].partition(".")[0] != without]
+        return [self._route(*row) for row in rows if row[2].partition(".")[0] not in without]
 
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""

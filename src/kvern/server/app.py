@@ -50,6 +50,8 @@ SMALLEST_VOCABULARY = 256
 """The vocabulary that the API's description assumes before any of several models was awake."""
 BATCH_ROWS = 256
 """Rows of batches that run at once on a server of several models."""
+OF_ONE_SERVER = ("admin:EnginesApi", "weights:WeightsApi")
+"""Handlers that know the engines of one server process alone, of several that share the requests."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -87,7 +89,7 @@ class Server:
             Route("/docs", self.documentation),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
-            *self.apis.routes(without="admin:EnginesApi" if self._figures_of_all else ""),
+            *self.apis.routes(without=OF_ONE_SERVER if self._figures_of_all else ()),
             *page_routes(),
         ]
         handled = {

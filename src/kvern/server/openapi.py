@@ -211,6 +211,13 @@ OPERATIONS = (
         (403, 404, 409),
     ),
     Operation(
+        "POST /v1/models/{model}/weights",
+        "Replace a model's weights while it serves, by files on its machine; needs an API key with admin=1.",
+        f"{IDENTIFIED} version!=text",
+        (403, 409),
+        "path!=name in_flight=/recompute/keep?",
+    ),
+    Operation(
         "POST /v1/load_lora_adapter",
         "Load an adapter from a folder of the server; needs an API key with admin=1.",
         IDENTIFIED,

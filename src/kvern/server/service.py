@@ -226,7 +226,8 @@ class ServedEngine:
         inputs = self.client.inputs
         sizes = {"max_model_len": inputs.max_model_len, "vocab_size": inputs.vocab_size}
         reads = ["text", "image"] if inputs.model.reads_images else ["text"]
-        kinds = {"architecture": {"input_modalities": reads, "output_modalities": ["text"]}}
+        kinds: dict[str, object] = {"architecture": {"input_modalities": reads, "output_modalities": ["text"]}}
+        kinds |= {"weights_version": self.client.weights.shown}
         root, parent = (self.models[0], None) if name in self.models else (name, self.models[0])
         origin: dict[str, object] = {"root": root, "parent": parent, "permission": []}
         return {"id": name, "object": "model", "created": created, "owned_by": "kvern", **sizes, **origin, **kinds}

@@ -45,6 +45,7 @@ class EngineClient:
         names, outputs = AdapterNames(frozenset(self.names)), OutputProcessor(self.tokenizer)
         self.replicas = Replicas(for_engines(config, self.folder), self.inputs, outputs, names, process)
         self.adapters = self.replicas.adapters
+        self.weights = self.replicas.weights
         self.refusals = self.replicas.refusals
         for name, path in self.config.adapters.items():
             self.adapters.names.add(self.adapters.names.reserve(name, path))
@@ -81,7 +82,7 @@ class EngineClient:
         closed = EngineClosed("the engine is closed")
         for replica in self.replicas:
             replica.workload.close(closed)
-            replica.adapters.interrupt(closed)
+            replica.interrupt(closed)
         try:
             await self.inputs.close()
         finally:

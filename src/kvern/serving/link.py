@@ -11,10 +11,10 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError, EngineDied
 from kvern.serving.child import EngineProcess
 from kvern.serving.wire import (
-    AdapterRead,
     Busy,
     Events,
     Failed,
+    Heard,
     Ready,
     Shutdown,
     Start,
@@ -77,7 +77,7 @@ class EngineLink:
             raise
         return link
 
-    async def messages(self) -> AsyncIterator[Ready | AdapterRead | Events]:
+    async def messages(self) -> AsyncIterator[Ready | Heard]:
         """Yields the engine's messages. Raises EngineDied if it fails, ends, or is silent for too long and is
         killed."""
         ended = asyncio.create_task(self.process.wait())
@@ -99,7 +99,7 @@ class EngineLink:
                     raise EngineDied(message.reason)
                 if isinstance(message, Busy | Events):
                     self._silence = min(self._longest, message.silence or self._longest)
-                if isinstance(message, Ready | AdapterRead | Events):
+                if isinstance(message, Ready | Heard):
                     yield message
         finally:
             ended.cancel()

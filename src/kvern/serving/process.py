@@ -29,17 +29,21 @@ from kvern.models.folder import folder_here
 from kvern.request.events import TokenEvent, in_parts
 from kvern.runner import ahead
 from kvern.runner.startup import Startup
+from kvern.serving.engine_weights import WeightChanges
 from kvern.serving.wire import (
     AdapterRead,
     AddRequest,
     Busy,
+    DropWeights,
     Events,
     Failed,
     FinishRequests,
     LoadAdapter,
+    ReadWeights,
     Ready,
     Shutdown,
     Start,
+    TakeWeights,
     UnloadAdapter,
     decode_for_engine,
     encode,
@@ -172,11 +176,11 @@ def serve(
     """
     spoke = counted = time.monotonic()
     reading = core.count_experts() if counts else None
-    adapters = AdapterReader(core)
+    adapters, weights = AdapterReader(core), WeightChanges(core)
     refusals: list[TokenEvent] = []
     prepares = True
     while os.getppid() == parent:
-        idle = READING_SECONDS if adapters.busy else HEARTBEAT_SECONDS
+        idle = READING_SECONDS if adapters.busy or weights.busy else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
             if core.has_work or refusals or prepares:
                 idle = 0.0 if refusals or not core.has_work else core.spare_seconds()
@@ -194,9 +198,12 @@ def serve(
                     adapters.read(key, path)
                 case UnloadAdapter(key):
                     adapters.unload(key)
+                case ReadWeights() | TakeWeights() | DropWeights() as message:
+                    socket.send(encode(Busy()))  # to copy weights may take longer than steps
+                    refusals += weights.hear(message)
                 case Shutdown():
                     return
-        for answer in adapters.answers():
+        for answer in (*adapters.answers(), *weights.answers()):
             socket.send(encode(answer))
         if prepares and not core.has_work:
             socket.send(encode(Busy()))

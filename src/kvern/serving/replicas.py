@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Sized
@@ -23,7 +22,7 @@ from kvern.adapters.names import AdapterNames
 from kvern.config import EngineConfig
 from kvern.engine.inputs import Prompt, is_checked_quickly
 from kvern.engine.output import OutputProcessor
-from kvern.errors import DeadlineExceeded, EngineDied, EngineUnavailable, InvalidRequest, RequestFailed, shown
+from kvern.errors import DeadlineExceeded, EngineDied, EngineUnavailable, InvalidRequest, shown
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.request.events import EngineStatistics, all_together
 from kvern.request.request import NO_OPTIONS, RequestOptions, RequestSpec
@@ -31,91 +30,15 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.serving.child import EngineProcess
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
 from kvern.serving.client_inputs import ClientInputs
+from kvern.serving.client_weights import ClientWeights, EngineWeights
 from kvern.serving.link import EngineLink
 from kvern.serving.places import Place, check_memory, place_of, places_of
 from kvern.serving.prefix_record import PrefixRecord, piece_keys
 from kvern.serving.probation import Probation
-from kvern.serving.supervisor import LONG_LIFE, Death, Supervisor, until_one_is_available
-from kvern.serving.wire import AdapterRead, Events, Ready
-from kvern.serving.workload import Generation, Turns, Workload, generation_id
-
-logger = logging.getLogger("kvern")
-
-TRIAL_SECONDS = 30.0
-"""Seconds of computing after which no request is on trial any more."""
-JUST_BEGUN_SECONDS = 1.0
-
-
-class Recovery:
-    """Ends the request that ends engines; the others go on with the next one, as far as `probation` lets them.
-
-    `has_other`: whether another engine could take requests now.
-    """
-
-    def __init__(
-        self, workload: Workload, probation: Probation, refusals: Refusals, has_other: Callable[[], bool]
-    ) -> None:
-        self._workload = workload
-        self._probation = probation
-        self._refusals = refusals
-        self._has_other = has_other
-        self._heard = 0.0
-        self._unexplained = 0
-        """Deaths since a request was found guilty, or an engine lived long."""
-
-    def heard(self) -> None:
-        """The engine lives: those on trial are innocent after some time of it, since a search is silent to its end."""
-        self._heard = time.monotonic()
-        if self._probation.active and self._heard > self._workload.begun_at + TRIAL_SECONDS:
-            for name in self._probation.on_trial:
-                self._workload.clear(self._workload.running[name])
-
-    def died(self, death: Death) -> bool:
-        """Find out which request ends engines, and end that one; whether the death taught something."""
-        if death.lived > LONG_LIFE:
-            self._unexplained = 0
-        running = self._workload.running
-        outside = death.cause == "outside"
-        names = dict.fromkeys([*map(generation_id, death.running), *self._just_begun()])
-        suspects = [generation for name in names if (generation := running.get(name)) is not None]
-        suspects.sort(key=lambda generation: (generation.progress, -generation.asked))
-        logger.warning("%s; %d requests go on with another", death.reason, len(running))
-        there = bool(suspects)
-        if not self._probation.active and (outside or (death.cause == "silence" and self._has_other())):
-            suspects = self._not_spared(suspects)
-        guilty = self._probation.died([generation.output.request_id for generation in suspects], death.cause)
-        if guilty is not None:
-            self._unexplained = 0
-            message = f"request {guilty} was alone when the engine died and is not tried again: {death.reason}"
-            logger.warning("%s", message)
-            self._refusals.count("crash")
-            self._workload.end(running[guilty], RequestFailed(message))
-        return there
-
-    def _not_spared(self, suspects: list[Generation]) -> list[Generation]:
-        """Returns the requests that stay suspected when the engine was killed, which may have come from outside.
-
-        Requests of a killed engine continue in the next one. If that is killed before a request got on, the request is
-        tried.
-        """
-        staying = [generation for generation in suspects if generation.spared]
-        for generation in suspects:
-            generation.spared = True
-        return staying
-
-    def _just_begun(self) -> list[str]:
-        """Returns requests that may have ended the engine before their first step: those on trial, and the latest.
-
-        The latest count only if no cause was found at the last deaths; those in its last steps are more suspicious.
-        """
-        running = self._workload.running
-        if self._probation.active:
-            return [name for name in self._probation.on_trial if running[name].begun]
-        self._unexplained += 1
-        if self._unexplained <= 1:
-            return []
-        late = self._heard - JUST_BEGUN_SECONDS
-        return [name for name, one in running.items() if not one.progress and one.begun_at > late]
+from kvern.serving.recovery import Recovery
+from kvern.serving.supervisor import Death, Supervisor, until_one_is_available
+from kvern.serving.wire import AdapterRead, Heard, Ready, WeightsRead, WeightsTaken
+from kvern.serving.workload import Generation, Turns, Workload
 
 
 class Replica:
@@ -132,6 +55,7 @@ class Replica:
         self._earlier = self._latest = EngineStatistics()
         self.supervisor = Supervisor(place.config(config), self, place, process)
         self.adapters = EngineAdapters(self.supervisor)
+        self.weights = EngineWeights(self.supervisor)
         self.record = PrefixRecord()
         self._siblings = siblings
         self._probation = Probation()
@@ -162,15 +86,20 @@ class Replica:
         """The statistics of all engines that were here, one after another."""
         return all_together([self._earlier, self._latest])
 
-    def remember(self, wanted: bool) -> None:
+    def remember(self, wanted: bool, anew: bool = False) -> None:
         """Starts or ends the record of what the engine has cached."""
-        if wanted != self.record.is_kept:
+        if anew or wanted != self.record.is_kept:
             self.record.begin(self.supervisor.link.ready.cache_tokens if wanted else 0)
 
-    def hear(self, message: AdapterRead | Events) -> None:
+    def hear(self, message: Heard) -> None:
         """Takes a message of the engine."""
         if isinstance(message, AdapterRead):
             self.adapters.hear(message)
+        elif isinstance(message, WeightsRead | WeightsTaken):
+            self.weights.hear(message)
+            if isinstance(message, WeightsTaken):
+                self.metrics.weights_changed()
+                self.remember(self.record.is_kept, anew=True)
         else:
             self._latest = message.statistics
             self.metrics.step(message.statistics, message.seconds)
@@ -183,7 +112,7 @@ class Replica:
         """The engine has ended; returns whether that taught which request may be the cause."""
         self._earlier = self.statistics.at_the_end()
         self._latest = EngineStatistics()
-        self.adapters.interrupt(death.reason)
+        self.interrupt(death.reason)
         self.metrics.engine(ready=False)
         learnt = self._recovery.died(death)
         self._siblings.move()
@@ -195,7 +124,7 @@ class Replica:
         self._earlier = self.statistics.at_the_end()
         self._latest = EngineStatistics()
         self._rested = self._started
-        self.adapters.interrupt(EngineDied("the model was put to sleep: load the adapter again"))
+        self.interrupt(EngineDied("the model was put to sleep: ask again"))
         self.metrics.rests()
 
     def given_up(self) -> None:
@@ -205,13 +134,24 @@ class Replica:
             self._siblings.move()
 
     async def prepare(self, link: EngineLink) -> None:
-        """Have a new engine read all adapters that are in use. Raises InvalidAdapter if it is the first engine."""
-        self.adapters.interrupt(EngineDied("the engine was replaced"))
-        lost = await self._siblings.adapters.read_all(self.adapters, link)
+        """Have a new engine use the present weights, and read all adapters that are in use.
+
+        Raises ConfigError, or InvalidAdapter if it is the first engine.
+        """
+        self.interrupt(EngineDied("the engine was replaced"))
+        await self._siblings.weights.catch_up(self.weights, link)
+        lost = dict(await self._siblings.adapters.read_all(self.adapters, link))
+        while await self._siblings.weights.catch_up(self.weights, link):  # they changed meanwhile
+            lost |= await self._siblings.adapters.read_all(self.adapters, link)
         if lost and not self._started:
             raise next(iter(lost.values()))
         self._siblings.adapters.lose(lost)
         self.workload.lose(lost)
+
+    def interrupt(self, error: EngineDied) -> None:
+        """The engine has ended: what it was reading is not read, and what it had read is gone."""
+        self.adapters.interrupt(error)
+        self.weights.interrupt(error)
 
     def resume(self) -> None:
         """Give a new engine what it may work on now."""
@@ -263,6 +203,7 @@ class Replicas:
         ]
         self._changing = asyncio.Lock()
         self.adapters = ClientAdapters(names, self._engine_adapters, self._adapter_keys, self.until_available)
+        self.weights = ClientWeights(lambda: [replica.weights for replica in self], self.until_available)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
@@ -379,7 +320,7 @@ class Replicas:
             self._settle()
             for generation in list(replica.workload.running.values()):
                 replica.workload.give(generation, self._chosen(generation).workload)
-            replica.adapters.interrupt(EngineDied(f"engine {name} was removed"))
+            replica.interrupt(EngineDied(f"engine {name} was removed"))
             await asyncio.shield(replica.supervisor.stop())
 
     async def stop(self) -> None:

@@ -20,7 +20,7 @@ from kvern.serving.child import EngineProcess
 from kvern.serving.link import EngineLink
 from kvern.serving.places import Place
 from kvern.serving.probation import Cause
-from kvern.serving.wire import AdapterRead, Events, WireMessage, encode
+from kvern.serving.wire import Heard, WireMessage, encode
 from kvern.tiers.arena import HOST, OwnedArena
 
 logger = logging.getLogger("kvern")
@@ -60,7 +60,7 @@ class Death:
 class Owner(Protocol):
     """The owner of an engine. Exceptions of these methods are logged, and the engine is replaced."""
 
-    def hear(self, message: AdapterRead | Events) -> None: ...
+    def hear(self, message: Heard) -> None: ...
 
     def died(self, death: Death) -> bool:
         """The engine has ended; returns whether that taught which request may be the cause."""
@@ -190,7 +190,7 @@ class Supervisor:
         """Hand on what the engine says until it ends."""
         try:
             async for message in self.link.messages():
-                if isinstance(message, AdapterRead | Events):
+                if isinstance(message, Heard):
                     self._owner.hear(message)
         except EngineDied as error:
             self.available.clear()

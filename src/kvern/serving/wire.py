@@ -1,7 +1,7 @@
 """Messages between the server's process and the engine's process: msgpack, never pickle.
 
-server --> Start, then AddRequest, FinishRequests, LoadAdapter, UnloadAdapter, Shutdown       --> engine
-server <-- Busy until Ready, then Events, at least twice a second, and AdapterRead; Failed ends the engine <-- engine
+server --> Start, then AddRequest, FinishRequests, Shutdown, and what changes adapters and weights         --> engine
+server <-- Busy until Ready, then Events, at least twice a second, and what changed; Failed ends the engine <-- engine
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ import msgspec
 
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.request.weights import WeightsFound, WeightSource
 from kvern.spec.facts import ModelFacts
 
 
@@ -50,6 +51,24 @@ class UnloadAdapter(WireMessage):
     """Forget an adapter when the requests that use it have ended."""
 
     key: int
+
+
+class ReadWeights(WireMessage):
+    """Read weights of this version beside those of steps; WeightsRead will come."""
+
+    version: str
+    sources: list[WeightSource]
+
+
+class TakeWeights(WireMessage):
+    """Compute with the weights that were read; running requests `keep` what they have. WeightsTaken will come."""
+
+    version: str
+    keep: bool
+
+
+class DropWeights(WireMessage):
+    """Forget weights that are being read, or were read and not taken."""
 
 
 class Shutdown(WireMessage):
@@ -99,6 +118,19 @@ class AdapterRead(WireMessage):
     error: str | None = None
 
 
+class WeightsRead(WireMessage):
+    """The result of reading weights."""
+
+    version: str
+    found: WeightsFound
+
+
+class WeightsTaken(WireMessage):
+    """Steps compute with the weights of this version."""
+
+    version: str
+
+
 class Events(WireMessage):
     """The results of one step and the engine's statistics after it; without events a sign of life."""
 
@@ -113,6 +145,16 @@ class Events(WireMessage):
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(
-    Start | AddRequest | FinishRequests | LoadAdapter | UnloadAdapter | Shutdown
+    Start
+    | AddRequest
+    | FinishRequests
+    | LoadAdapter
+    | UnloadAdapter
+    | ReadWeights
+    | TakeWeights
+    | DropWeights
+    | Shutdown
 ).decode
-decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | AdapterRead | Events).decode
+Heard = AdapterRead | WeightsRead | WeightsTaken | Events
+"""The messages of an engine while it takes requests, besides signs of life."""
+decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | Heard).decode

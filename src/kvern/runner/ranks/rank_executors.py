@@ -16,6 +16,7 @@ from kvern.models.stages import divide
 from kvern.ranks.lost_ranks import Release
 from kvern.ranks.ranks import DPAttention, Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.device import resolve_device
 from kvern.runner.executor import Executor, tiered
 from kvern.runner.plan import Layout, agree, lay_out
@@ -27,8 +28,10 @@ from kvern.runner.ranks.rank_wire import (
     BeginCounting,
     CountExperts,
     DropAdapter,
+    DropWeights,
     ForgetSteps,
     Found,
+    FoundWeights,
     HasFiles,
     HasRoom,
     IsHere,
@@ -36,8 +39,10 @@ from kvern.runner.ranks.rank_wire import (
     LoadWeights,
     PlaceExperts,
     RankMessage,
+    ReadWeights,
     RunStep,
     TakeMemory,
+    TakeWeights,
     UseIdleTime,
 )
 from kvern.runner.startup import Startup
@@ -61,6 +66,8 @@ class RankedExecutor(Executor):
         self._others = others
         self._balance = worker.expert_balance()
         self._ranks = ranks
+        self._found: list[WeightsFound] = []
+        """The findings of ranks about the newest weights."""
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         self._announce(output)
@@ -120,6 +127,33 @@ class RankedExecutor(Executor):
     def drop_adapter(self, key: int) -> None:
         self._others.send(DropAdapter(key))
         super().drop_adapter(key)
+
+    def read_weights(self, version: str, sources: Sequence[WeightSource]) -> None:
+        self._found = []
+        self._others.send(ReadWeights(version, list(sources)))
+        super().read_weights(version, sources)
+
+    def weights_found(self) -> WeightsFound | None:
+        """The result of reading new weights, once all ranks have said it: a fault of any is that of all."""
+        for said in self._others.watched()(self._others.come)():
+            if isinstance(said, FoundWeights) and said.version == self.weights.version:
+                self._found.append(said.found)
+        if (own := super().weights_found()) is not None:
+            self._found.append(own)
+        if len(self._found) < self._ranks.processes:
+            return None
+        found, self._found = self._found, []
+        if len({(one.error, one.stamp) for one in found}) > 1 and all(one.error is None for one in found):
+            return WeightsFound("the files of the weights have changed while they were read: write them before")
+        return next((one for one in found if one.error is not None), found[-1])
+
+    def take_weights(self) -> None:
+        self._on_all(TakeWeights(), super().take_weights)
+
+    def drop_weights(self) -> None:
+        self._found = []
+        self._others.send(DropWeights())
+        super().drop_weights()
 
 
 class StagedExecutor(RankedExecutor):

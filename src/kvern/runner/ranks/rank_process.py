@@ -36,17 +36,21 @@ from kvern.runner.ranks.rank_wire import (
     BeginCounting,
     CountExperts,
     DropAdapter,
+    DropWeights,
     Failed,
     ForgetSteps,
     Found,
+    FoundWeights,
     HasFiles,
     HasRoom,
     IsHere,
     IsReady,
     LoadWeights,
     PlaceExperts,
+    ReadWeights,
     RunStep,
     TakeMemory,
+    TakeWeights,
     UseIdleTime,
     decode_for_rank,
     decode_start,
@@ -54,6 +58,7 @@ from kvern.runner.ranks.rank_wire import (
 )
 from kvern.runner.startup import Startup
 from kvern.runner.tier import Tier
+from kvern.runner.weight_reader import WeightReader
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
@@ -62,6 +67,8 @@ logger = logging.getLogger("kvern")
 IPC = "ipc://"
 LOOK_SECONDS = 0.25
 """The interval at which a rank looks whether the first one lives."""
+READING_MILLISECONDS = 10
+"""The interval at which it is seen whether new weights were read."""
 LINGER_MILLISECONDS = 2000
 """So long the last words may take to reach the first rank."""
 
@@ -131,7 +138,13 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     runner, tier = rank.worker.runner, rank.tier
     execute = tiered(runner.execute, tier, runner, rank.ranks)
     in_flight: deque[StepResult] = deque()
+    weights = WeightReader(rank.worker)
     while True:
+        while weights.is_busy:
+            if (found := weights.answer()) is not None:
+                socket.send(encode(FoundWeights(weights.version, found)))
+            elif socket.poll(READING_MILLISECONDS):
+                break
         match decode_for_rank(socket.recv()):
             case RunStep(output):
                 in_flight.append(execute(output))
@@ -153,6 +166,12 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 rank.worker.adapters.add(message.key, message.adapter())
             case DropAdapter(key):
                 rank.worker.adapters.drop(key)
+            case ReadWeights(version, sources):
+                weights.begin(version, sources)
+            case TakeWeights():
+                weights.take()
+            case DropWeights():
+                weights.drop()
 
 
 def _end_with(parent: int, address: str) -> None:

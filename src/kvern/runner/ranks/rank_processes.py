@@ -134,6 +134,14 @@ class RankProcesses:
             with contextlib.suppress(zmq.Again):
                 socket.send(encode(message), zmq.NOBLOCK)
 
+    def come(self) -> list[RankMessage]:
+        """The messages of ranks since the last call, without waiting. Raises EngineDied if one has failed."""
+        found = [decode_for_first(socket.recv()) for socket in self._sockets if socket.poll(0)]
+        if (failed := next((said for said in found if isinstance(said, Failed)), None)) is not None:
+            self.end()
+            raise EngineDied(f"{FAILED}a rank: {failed.reason}")
+        return found
+
     def turns(self, seconds: float) -> list[TurnTaken]:
         """The answers of all ranks to a turn, in their order, each within so many seconds. Raises EngineDied."""
         return [self._turn(rank, socket, seconds) for rank, socket in zip(self._ranks, self._sockets, strict=True)]

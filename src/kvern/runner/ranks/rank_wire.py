@@ -21,6 +21,7 @@ from kvern.ranks.expert_placement import Placement
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.request.step import SchedulerOutput
+from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.plan import FreeMemory, Layout, Plan, ProbedDevice
 
 
@@ -136,6 +137,28 @@ class DropAdapter(RankMessage):
     key: int
 
 
+class ReadWeights(RankMessage):
+    """`Executor.read_weights`; FoundWeights will say what came of it."""
+
+    version: str
+    sources: list[WeightSource]
+
+
+class TakeWeights(RankMessage):
+    """The steps after it use the weights that were read."""
+
+
+class DropWeights(RankMessage):
+    """`Executor.drop_weights`."""
+
+
+class FoundWeights(RankMessage):
+    """The result of reading new weights."""
+
+    version: str
+    found: WeightsFound
+
+
 class IsHere(RankMessage):
     """The rank runs, and its messages arrive."""
 
@@ -184,5 +207,10 @@ decode_for_rank = msgspec.msgpack.Decoder(
     | CountExperts
     | AddAdapter
     | DropAdapter
+    | ReadWeights
+    | TakeWeights
+    | DropWeights
 ).decode
-decode_for_first = msgspec.msgpack.Decoder(IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | Failed).decode
+decode_for_first = msgspec.msgpack.Decoder(
+    IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | FoundWeights | Failed
+).decode

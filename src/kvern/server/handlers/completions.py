@@ -75,4 +75,5 @@ class Completions:
             encoded = engine.client.inputs.encoded
             prompts = [await encoded(prompt, asked.encoding, params.max_tokens) for prompt in prompts]
         ask = Ask(model, asked.common, prompts, params, key)
-        return ask, CompletionWriter(asked.options, model, engine.client.tokenizer, chat), asked.stream
+        writer = CompletionWriter(asked.options, model, engine.client.tokenizer, chat, engine.client.weights)
+        return ask, writer, asked.stream

@@ -1,0 +1,33 @@
+"""Weights that take the place of others while requests go on: where they are read, and what was found there."""
+
+import msgspec
+
+
+class WeightSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A folder with safetensors files, or one such file, that has all tensors of a model or some.
+
+    `stamp`: that of `WeightsFound`, which its files must still have; empty: any.
+    """
+
+    path: str
+    stamp: str = ""
+
+
+class WeightsFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The result of reading new weights.
+
+    error       why they cannot be taken; None: they are loaded beside those that steps use
+    is_refused  the engine cannot change its weights, whatever they are
+    is_whole    the last source has all tensors: earlier ones count for nothing
+    stamp       names the sizes and times of the last source's files
+    """
+
+    error: str | None = None
+    is_refused: bool = False
+    is_whole: bool = False
+    stamp: str = ""
+
+
+def weights_prefix(version: str) -> bytes:
+    """The beginning of namespaces of blocks that were computed with weights of this version; empty: the first ones."""
+    return b"weights %s\0" % version.encode() if version else b""

@@ -1,0 +1,204 @@
+"""Weights that take the place of others between two steps.
+
+files --checked--> a second model, loaded in a thread by the ordinary loader --take--> copied over the first
+
+Steps keep the first model: what was captured, recorded or made from it knows its tensors by their addresses.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvern.config import EngineConfig
+from kvern.cpu.cores import available_memory
+from kvern.drafting.models.choice import OWN_LAYER
+from kvern.errors import ConfigError, InvalidWeights, KvernError, in_a_line
+from kvern.layers.adapted_linear import AdaptedLinear
+from kvern.models.checkpoint import StoredTensor, gguf_file
+from kvern.models.loader import HARMLESS, read_config
+from kvern.models.registry import spec_from_config
+from kvern.models.updates import updated_tensors
+from kvern.models.weighted import WeightedModel
+from kvern.request.weights import WeightsFound, WeightSource
+from kvern.runner.plan import EIGHT_BIT
+from kvern.spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from kvern.runner.loaded_model import LoadedModel
+
+OF_STEPS = {"expert_counts", "earlier", "_inputs"}
+"""Attributes of models that steps fill."""
+TIED_HEAD = r"^(.*\.)?lm_head\.(?!bias$)"
+LoadBeside = Callable[[Sequence[StoredTensor]], Iterable[tuple[WeightedModel, WeightedModel]]]
+
+
+def check_changeable(config: EngineConfig, spec: ModelSpec, loaded: "LoadedModel") -> None:
+    """Raise ConfigError if the weights of an engine with these options cannot change while it runs."""
+    reasons = {
+        f"{spec.model_type} is computed by transformers": not isinstance(loaded.decoder, WeightedModel),
+        "load_format is dummy, and there are no files": config.load_format == "dummy",
+        f"kv_cache_dtype is {config.kv_cache_dtype}, whose scales are those of the first weights": (
+            config.kv_cache_dtype in EIGHT_BIT
+        ),
+        "rebalance_experts is on, which moves weights between ranks": bool(config.rebalance_seconds),
+        f"draft_model is {OWN_LAYER}, a part of the model that keeps its weights": config.draft_model == OWN_LAYER,
+        "executor is ray, whose ranks are on other machines": config.executor == "ray",
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise ConfigError(f"this engine cannot change its weights while it runs: {reason}; restart it with them")
+
+
+class NewWeights:
+    """Loaded weights, and the tensors of the model of steps that they are to be copied over."""
+
+    def __init__(self, found: WeightsFound) -> None:
+        self.found = found
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._replaced: list[tuple[object, str, Tensor]] = []
+        """Tensors in a library's own format, which is not copied into: by the object that has each, and its name."""
+        self._known: dict[int, object] = {}
+        self._alone: list[tuple[str, object]] = []
+
+    def pair(self, old: WeightedModel, new: WeightedModel) -> None:
+        """Find the places of a model's tensors in another that is made alike.
+
+        Raises InvalidWeights if weights of both are stored differently.
+        """
+        self._pair(old, new, type(old).__name__)
+        for place, value in self._alone:
+            if any(id(tensor) not in self._known for tensor in _tensors_in(value, set())):
+                raise InvalidWeights(
+                    f"{place} keeps numbers of the weights that cannot be made anew beside it: restart"
+                )
+        self._alone.clear()
+
+    @torch.inference_mode()
+    def take(self) -> None:
+        """Let steps compute with these weights from now on."""
+        for old, new in self._copies:
+            old.copy_(new, non_blocking=True)
+        for owner, name, new in self._replaced:
+            setattr(owner, name, new)
+
+    def _pair(self, old: Any, new: Any, place: str) -> None:
+        if old is new or id(old) in self._known:
+            return
+        if isinstance(old, AdaptedLinear):
+            old = old.base
+        if isinstance(old, float) and old != new:
+            raise InvalidWeights(f"{place} is {old:g}, and with these weights {new:g}: restart with them")
+        if isinstance(old, Tensor):
+            self._pair_tensors(old, new, place)
+        elif type(old) is not type(new):
+            self._alone.append((place, old))
+        else:
+            self._known[id(old)] = old
+            parts, others = _parts(old), _parts(new)
+            for name, value in parts.items():
+                if name in OF_STEPS:
+                    continue
+                if name not in others:
+                    self._alone.append((f"{place}.{name}", value))
+                elif isinstance(value, Tensor) and value.layout != torch.strided:
+                    self._known[id(value)] = value
+                    self._replaced.append((old, name, others[name]))
+                else:
+                    self._pair(value, others[name], f"{place}.{name}")
+
+    def _pair_tensors(self, old: Tensor, new: Any, place: str) -> None:
+        if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise InvalidWeights(f"{place} is stored in another form than these weights: restart with them")
+        self._known[id(old)] = old
+        self._copies.append((old, new))
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """The parts of a value, if it may hold tensors of a model."""
+    match value:
+        case dict():
+            return value
+        case list() | tuple():
+            return dict(enumerate(value))
+        case partial():
+            return {"func": value.func, "args": value.args, "keywords": value.keywords}
+        case MethodType():
+            return {"self": value.__self__}
+        case FunctionType():
+            return {index: cell.cell_contents for index, cell in enumerate(value.__closure__ or ()) if _is_set(cell)}
+    is_ours = type(value).__module__.startswith("kvern.") or isinstance(value, nn.Module)
+    return vars(value) if is_ours and hasattr(value, "__dict__") and not isinstance(value, type) else {}
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _tensors_in(value: Any, known: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in known:
+        known.add(id(value))
+        for part in _parts(value).values():
+            yield from _tensors_in(part, known)
+
+
+def read_weights(
+    folder: Path, spec: ModelSpec, sources: Sequence[WeightSource], load: LoadBeside, *, on_host: bool
+) -> NewWeights:
+    """Check new weights of the model in a folder, and load them beside the ones that steps use, in host memory or not.
+
+    Raises InvalidWeights, or ConfigError if this model cannot change its weights.
+    """
+    if gguf_file(folder) is not None:
+        raise ConfigError("a model of a GGUF file cannot change its weights while it runs: restart it with them")
+    newest = Path(sources[-1].path)
+    harmless = "|".join((*HARMLESS, *((TIED_HEAD,) if spec.tie_word_embeddings else ())))
+    updated = updated_tensors(folder, sources, re.compile(harmless), spec.tie_word_embeddings)
+    if newest.is_dir() and (newest / "config.json").exists():
+        _check_config(newest, folder)
+    if on_host:
+        _check_memory(newest, sum(tensor.nbytes for tensor in updated.stored))
+    found = NewWeights(WeightsFound(is_whole=updated.is_whole, stamp=updated.stamp))
+    try:
+        for old, new in load(updated.stored):
+            found.pair(old, new)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise InvalidWeights(
+            f"there is no memory for {newest} beside the weights of steps: {in_a_line(error)}"
+        ) from None
+    except KvernError as error:
+        raise error if isinstance(error, InvalidWeights) else InvalidWeights(f"{newest}: {error}") from None
+    return found
+
+
+def _check_config(path: Path, folder: Path) -> None:
+    """Raise InvalidWeights if `config.json` beside new weights describes another model than that of the folder."""
+    try:
+        found, served = (spec_from_config(read_config(place)) for place in (path, folder))
+    except KvernError as error:
+        raise InvalidWeights(str(error)) from None
+    names = [name for name in vars(served) if name != "dtype" and getattr(found, name) != getattr(served, name)]
+    if names:
+        raise InvalidWeights(
+            f"{path / 'config.json'} describes another model than is served: {', '.join(names)} differ"
+        )
+
+
+def _check_memory(path: Path, weight_bytes: int) -> None:
+    free = available_memory()
+    if weight_bytes > free:
+        raise InvalidWeights(
+            f"the weights of {path} take {weight_bytes / 1e9:.1f} GB beside those of steps, and {free / 1e9:.1f} GB "
+            "are free: end other programs, or restart with them"
+        )

@@ -1,0 +1,65 @@
+"""New weights of a rank: read in a thread beside steps, then taken between two of them, or dropped."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvern.errors import ConfigError, KvernError, in_a_line
+from kvern.request.weights import WeightsFound, WeightSource
+
+if TYPE_CHECKING:
+    from kvern.runner.new_weights import NewWeights
+    from kvern.runner.worker import Worker
+
+logger = logging.getLogger("kvern")
+
+
+class WeightReader:
+    """The new weights of a rank: read in a thread, then taken or dropped."""
+
+    def __init__(self, worker: "Worker") -> None:
+        self._worker = worker
+        self._pool: ThreadPoolExecutor | None = None
+        self._reading: Future[NewWeights] | None = None
+        self._new: NewWeights | None = None
+        self.version = ""
+        """The version that is being read, or was read last."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True if `answer` has something to say, now or later."""
+        return self._reading is not None
+
+    def begin(self, version: str, sources: Sequence[WeightSource]) -> None:
+        """Begin to read; what was read before is dropped."""
+        self.drop()
+        self.version = version
+        self._pool = self._pool or ThreadPoolExecutor(1, "kvern-weights")
+        self._reading = self._pool.submit(self._worker.read_weights, sources)
+
+    def answer(self) -> WeightsFound | None:
+        """What came of reading, once; None: nothing new."""
+        if self._reading is None or not self._reading.done():
+            return None
+        reading, self._reading = self._reading, None
+        try:
+            self._new = reading.result()
+        except ConfigError as error:
+            return WeightsFound(str(error), is_refused=True)
+        except KvernError as error:
+            return WeightsFound(str(error))
+        except Exception as error:  # the fault of these weights alone
+            logger.exception("new weights cannot be read")
+            return WeightsFound(f"they cannot be read: {in_a_line(error)}")
+        return self._new.found
+
+    def take(self) -> None:
+        """Let steps use what was read."""
+        assert self._new is not None, "weights are read before they are taken"
+        self._new.take()
+        self._new = None
+
+    def drop(self) -> None:
+        """Forget what is being read, or was."""
+        self._reading = self._new = None
