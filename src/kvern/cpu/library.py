@@ -21,7 +21,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3f
 
 
 def fields(names: str, kind: Any) -> list[tuple[str, Any]]:
-    """Fields of one argument type of a struct, by their names in a text."""
+    """Returns fields of a ctypes structure, all of type `kind`, from their names with spaces between."""
     return [(name, kind) for name in names.split()]
 
 

@@ -45,7 +45,7 @@ class DeviceSamples(NamedTuple):
 
 
 class DeviceRows(ListedRows):
-    """Rows on a device, and one more, the last, that pads batches; its blocks are all `scratch_block`."""
+    """Rows of a batch on a device, and a last one that pads batches: its block table has `scratch_block` alone."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ def vision_here(config: EngineConfig, folder: Path) -> "VisionSpec | None":
 
 
 def image_pool(config: EngineConfig, folder: Path) -> "MakeExtension | None":
-    """How the pool is made; None: the engine reads text alone."""
+    """Returns the maker of the cache extension for images; None: the engine reads text alone."""
     vision = vision_here(config, folder)
     if vision is None:
         return None

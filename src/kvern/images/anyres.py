@@ -57,7 +57,7 @@ class Anyres(Resizing):
         return numpy.concatenate((numpy.arange(count), ended.ravel()))
 
     def _canvas(self, width: int, height: int) -> Size:
-        """The canvas on which the image has the most pixels, and of these that with the least around it; the first."""
+        """Returns the canvas on which the scaled image has most pixels; of equal ones the smallest, then the first."""
 
         def shown_pixels(canvas: Size) -> tuple[int, int]:
             scale = min(canvas[0] / width, canvas[1] / height)

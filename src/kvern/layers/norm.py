@@ -148,7 +148,7 @@ class Gain(Vector):
         return (x * self.weight).to(x.dtype)
 
     def after(self, hidden: Tensor, update: Update) -> tuple[Tensor, Tensor]:
-        """The sum of both, and that times the factors."""
+        """Returns `hidden` with the update added, and that sum times the weights."""
         hidden, added = joined(hidden, update)
         whole = hidden if added is None else hidden + added
         return whole, self.forward(whole)

@@ -36,7 +36,7 @@ def first_placement(experts: int, ranks: int, redundant: int) -> Placement:
 
 
 def kept_in_place(old: Placement, new: Placement) -> Placement:
-    """Returns `new` with the experts that a rank keeps in their old slots."""
+    """Returns `new` in another order: an expert that stays on its rank stays in its slot, and so need not be copied."""
     arranged = []
     for before, after in zip(old, new, strict=True):
         coming = iter([expert for expert in after if expert not in before])

@@ -37,7 +37,7 @@ class ProcessorVerdict:
     unusable: torch.Tensor | None = None
 
     def reasons(self) -> dict[int, str]:
-        """All of them, when the device's work is done."""
+        """Returns why rows fail, by row. It waits for the device."""
         if self.unusable is None:
             return self.failed
         marked = zip(self.rows, self.names, self.unusable.tolist(), strict=True)

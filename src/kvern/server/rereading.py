@@ -76,7 +76,7 @@ async def read_again(
 
 
 def states(paths: Sequence[Path]) -> State:
-    """Returns what tells one content of each file from another; None for a file that cannot be found."""
+    """Returns for each file what changes when it is written; None for one that cannot be found."""
     return tuple(_states(paths))
 
 

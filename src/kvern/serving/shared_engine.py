@@ -112,7 +112,7 @@ class SharedEngine:
             raise EngineClosed("the engine is closed: make another one")
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Return when steps have made something true. `done` is also called by other threads, between steps."""
+        """Waits until `done` returns True, which is called between steps, by any of the threads that wait."""
         follower = _Follower(done)
         check_process(self._process)
         try:

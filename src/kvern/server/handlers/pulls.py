@@ -45,7 +45,7 @@ class Pulls:
         """The number of pulls by the name of the repository."""
 
     async def pull(self, request: Request) -> Response | EventStream:
-        """POST /api/pull: lines of JSON that tell how far it is, or one object if `stream` is false.
+        """POST /api/pull: lines of JSON with the progress, or the last of them alone if `stream` is false.
 
         Everybody may pull a model that is served: that does nothing.
         """

@@ -35,7 +35,7 @@ class DataFolder:
         self._guard: int | None = None
 
     def take(self) -> None:
-        """Locks the folder for this process. Raises HttpError 503 if another process has it, and OSError."""
+        """Locks the folder for this process. Raises HttpError 503 if another process has locked it, or OSError."""
         with self._lock:
             if self._guard is not None:
                 return
