@@ -3,65 +3,22 @@
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from kvern import EngineConfig, SamplingParams
-from kvern.residency.keeper import Keeper
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
-from kvern.server.app import Server
-from kvern.server.config import ServerConfig
-from kvern.server.keys import KeyRing
 from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
 from tests.support.encoders import make_encoder
 from tests.support.peft_adapters import make_adapter
-from tests.support.served import PATIENCE
+from tests.support.several_models import BODY, OPTIONS, PLAIN, said, served, server_of, states
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
-
-OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_tokens": 2048, "dtype": "float32", "device": "cpu"}
-BODY = {"prompt": [5, 9, 17, 33, 2, 81], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-MUCH = 1 << 36
-PLAIN = Terms()
-
-
-def served(name: str, model: Path | str, *aliases: str, terms: Terms = PLAIN, **options: Any) -> ServedModel:
-    return ServedModel(
-        EngineConfig(str(model), served_model_name=(name, *aliases), **{**OPTIONS, **options}),
-        terms,
-    )
-
-
-@asynccontextmanager
-async def server_of(
-    models: Sequence[ServedModel], memory: int = MUCH, **options: Any
-) -> AsyncIterator[tuple[httpx2.AsyncClient, Keeper]]:
-    async with Keeper(models, memory, None) as keeper:
-        config = ServerConfig(api_key=("admin:secret admin=1", "user:word", "nothing:none concurrent=0"), **options)
-        app = Server([], config, KeyRing(config), keeper=keeper).app()
-        headers = {"authorization": "Bearer secret"}
-        async with httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1", headers=headers, timeout=PATIENCE
-        ) as http:
-            yield http, keeper
-
-
-async def said(http: httpx2.AsyncClient, model: str, **body: Any) -> str:
-    answer = (await http.post("/v1/completions", json=BODY | {"model": model, **body})).json()
-    assert answer.get("model") == model, answer
-    return str(answer["choices"][0]["text"])
-
-
-async def states(http: httpx2.AsyncClient) -> dict[str, str]:
-    return {entry["id"]: entry["state"] for entry in (await http.get("/v1/models")).json()["data"]}
 
 
 def test_two_models_take_turns_and_answer_as_if_they_had_never_slept(tiny_model: Path) -> None:
@@ -125,7 +82,9 @@ def test_administrators_wake_models_and_put_them_to_sleep(tiny_model: Path, tmp_
             assert refused.status_code == 400 and "tiny is another model's" in refused.text
             assert await states(http) == {"chat": "awake", "tiny": "cold"}
             assert (await http.post("/v1/models/tiny/load")).json()["state"] == "awake"
-            assert (await http.post("/v1/models/tiny/unload")).json()["state"] == "cold"
+            for order, state in (("sleep", "asleep"), ("load", "awake"), ("sleep", "asleep"), ("unload", "cold")):
+                assert (await http.post(f"/v1/models/tiny/{order}")).json()["state"] == state
+            assert (await http.post("/v1/models/tiny/sleep")).json()["state"] == "cold"
             refused = await http.post("/v1/models/chat/sleep")
             assert refused.status_code == 409 and "chat is pinned" in refused.text
             assert (await http.post("/v1/models/nothing/load")).status_code == 404
@@ -161,7 +120,7 @@ def test_ollamas_keep_alive_counts_from_the_end_of_its_request_and_for_one_stay(
                 return chat.figures.registry.get_sample_value("kvern:model_wakes_total", {"model_name": "chat"})
 
             await ask(0)
-            assert (await keeper.dismiss(chat, 10.0), wakes()) == ("cold", 1)
+            assert (await keeper.dismiss(chat, "asleep", 10.0), wakes()) == ("asleep", 1)
 
     asyncio.run(run())
 

@@ -51,6 +51,8 @@ class Client:
         self.may_start.set()
         self.rests = 0
 
+    sleeps = False
+
     async def start(self, process: EngineProcess | None = None) -> None:
         await self.may_start.wait()
         self.replicas.resting = False
@@ -109,7 +111,7 @@ def test_those_that_wait_for_a_model_are_told_that_the_server_ends() -> None:
             [one] = keeper.residents
             await keeper.meet(one)
             client_of(one).may_start.clear()
-            assert await keeper.dismiss(one, 10.0) == "cold"
+            assert await keeper.dismiss(one, "cold", 10.0) == "cold"
             waiting = asyncio.create_task(used(keeper, one))
             await settle()
             keeper.close(EngineClosed("the server ends"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern.residency.policy import STAY, Footprint, Residency, Terms
+from kvern.residency.policy import LONGEST_SLEEP, STAY, Footprint, Residency, Terms
 from tests.support.simulated_residency import LeastRecentlyUsed, World, zipf_load, zipf_world
 
 SMALL = Footprint(awake=2, load_seconds=1.0)
@@ -215,6 +215,31 @@ def test_sleeping_comes_before_the_end_of_the_process() -> None:
     residency.ended("b", 22.0)
     residency.memory = 6
     assert moves(residency, 30.0) == [("b", "asleep")], "a has a process, which takes 2 s for little memory"
+
+
+def test_a_model_is_asleep_by_one_order_and_cold_by_another_or_after_long() -> None:
+    residency = Residency(10)
+    residency.add("a", Terms(keep_alive=5.0), Footprint(6, 2.0, asleep=1, wake_seconds=0.1), 0.0)
+    awake(residency, "a", 0.0)
+    residency.dismiss("a")
+    assert moves(residency, 1.0) == [("a", "asleep")]
+    residency.moved("a", 2.0, Footprint(6, 2.0, asleep=2, wake_seconds=0.1))
+    residency.dismiss("a")
+    assert moves(residency, 3.0) == [] and residency.held == 2
+    residency.dismiss("a", "cold")
+    assert moves(residency, 4.0) == [("a", "cold")]
+    residency.moved("a", 4.5)
+    assert residency.held == 0
+    awake(residency, "a", 10.0)
+    residency.dismiss("a", "cold")
+    assert moves(residency, 11.0) == [("a", "cold")], "it need not sleep first"
+    residency.moved("a", 12.0)
+    awake(residency, "a", 20.0)
+    assert moves(residency, 26.0) == [("a", "asleep")], "nobody asked for 5 s"
+    residency.moved("a", 26.0)
+    decision = residency.decide(30.0)
+    assert not decision.moves and decision.next_at == 21.0 + LONGEST_SLEEP
+    assert moves(residency, 21.0 + LONGEST_SLEEP) == [("a", "cold")]
 
 
 @st.composite

@@ -118,6 +118,16 @@ class EngineCore(EngineLoop):
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         return self.executor.idle()
 
+    sleeps = True
+
+    def sleep(self) -> None:
+        self.scheduler.undo(0)  # what is cached, and what was to be copied or saved of it
+        self.scheduler.cache.tree.clear()
+        self.executor.sleep()
+
+    def wake(self) -> None:
+        self.executor.wake()
+
     def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""
         return self.executor.count_experts()

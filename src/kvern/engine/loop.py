@@ -60,6 +60,17 @@ class EngineLoop(ABC):
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         return False
 
+    sleeps = False
+    """The core can give its memory back, on a CPU."""
+
+    def sleep(self) -> None:
+        """Forget what is cached, and give the memory of this model back until `wake`. Nothing runs. Raises OSError."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        raise NotImplementedError
+
     @abstractmethod
     def read_adapter(self, path: str) -> "Adapter":
         """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""

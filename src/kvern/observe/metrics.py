@@ -380,7 +380,7 @@ class ModelFigures:
         self.engine_name = None
         labels, registry = ["model_name"], self.registry
         state = Gauge("kvern:model_state", "0: cold, 1: asleep, 2: awake.", labels, registry=registry)
-        memory = Gauge("kvern:model_memory_bytes", "Memory of an awake model.", labels, registry=registry)
+        memory = Gauge("kvern:model_memory_bytes", "Memory of a model that is not cold.", labels, registry=registry)
         wakes = Counter("kvern:model_wakes", "Times that the model was woken.", labels, registry=registry)
         seconds = Counter("kvern:model_wake_seconds", "Seconds that this took, in all.", labels, registry=registry)
         self._state, self._memory = state.labels(model), memory.labels(model)
@@ -393,10 +393,10 @@ class ModelFigures:
         self._wakes.inc()
         self._seconds.inc(seconds)
 
-    def rests(self) -> None:
-        """Notes that the model is cold."""
-        self._state.set(0)
-        self._memory.set(0)
+    def rests(self, memory: int) -> None:
+        """Notes that the model is asleep and takes so many bytes, or is cold if that is 0."""
+        self._state.set(1 if memory else 0)
+        self._memory.set(memory)
 
 
 class KeyFigures:

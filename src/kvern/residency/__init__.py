@@ -1,7 +1,7 @@
 """Several models in one server: which of them are awake, and how one is woken.
 
     awake    an engine takes requests
-    asleep   the engine's process stays without weights and KV cache; no engine can do that yet
+    asleep   the engine's processes stay without the memory of weights and KV cache (`cpu/asleep.py`)
     cold     there is no process
 
 `policy.py` decides, as a pure function of requests, measurements and the time that it is given: `Residency`.
@@ -12,9 +12,9 @@
                 Replicas.submit --> until_available --> Keeper.awake   as it waits for an engine that is replaced
 
 A model is one `EngineClient`, made with its first request and kept from then on: its tokenizer, metrics (told apart by
-`model_name`) and requests outlive its engines. To put a model to sleep is to let its engines rest (`Replicas.rest`).
-Requests that they had go on with the next engine from the tokens that they have, as after an engine's death, so that
-none is aborted. A model that is asleep will differ in `Replicas.rest` alone; `Footprint.asleep` is what it takes then.
+`model_name`) and requests outlive its engines, which sleep (`Replicas.sleep`) or end (`Replicas.rest`).
+Requests that they had go on with the next engine, or the one that wakes, from the tokens that they have, as after an
+engine's death, so that none is aborted. Who cannot sleep ends; `Footprint.asleep` is None then, or what was measured.
 
 A server of one model has no keeper: its requests ask once whether there is one. Begin with `policy.py`.
 """

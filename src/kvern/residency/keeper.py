@@ -11,18 +11,24 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
 from kvern.observe.metrics import ModelFigures
 from kvern.residency.options import ServedModel
-from kvern.residency.policy import Footprint, Move, Residency, State
+from kvern.residency.policy import STATES, Footprint, Move, Residency, State
 from kvern.serving.child import EngineChild, EngineProcess
 from kvern.serving.client import EngineClient
+from kvern.serving.link import EngineLink
 
 logger = logging.getLogger("kvern")
 
 LOOK_SECONDS = 0.05
 """The interval of checks whether a model that was dismissed has gone."""
+ASLEEP_BYTES = 200_000_000
+LOADS_TO_WAKES = 10.0
+"""Estimates of what an engine takes that is asleep, half of what it does awake at most, and of how many times faster it
+wakes than it loads, until it has."""
 GRACE_SECONDS = 2.0
 """Seconds in which requests may end before their model is put to sleep; later ones go on when it is woken."""
 
@@ -123,13 +129,15 @@ class Keeper:
             self.residency.keep(resident.name, seconds)
         self._news.set()
 
-    async def dismiss(self, resident: Resident, seconds: float) -> State:
-        """Puts a model to sleep once it has no requests; returns its state then, or after so many seconds."""
-        self.residency.dismiss(resident.name)
+    async def dismiss(self, resident: Resident, state: State, seconds: float) -> State:
+        """Puts a model to sleep, or ends its process, once it has no requests; returns its state then, or after so many
+        seconds."""
+        self.residency.dismiss(resident.name, state)
         self._news.set()
+        more = STATES[STATES.index(state) + 1 :]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while "awake" in (self.state(resident), self.residency.moving(resident.name)):
+                while self.state(resident) in more or self.residency.moving(resident.name) in more:
                     await asyncio.sleep(LOOK_SECONDS)
         return self.state(resident)
 
@@ -195,7 +203,7 @@ class Keeper:
             if move.state == "awake":
                 await self._wake(resident)
             else:
-                await self._rest(resident)
+                await self._rest(resident, move.state)
         except Exception:
             logger.exception("model %s did not become %s", resident.name, move.state)
         finally:
@@ -208,14 +216,21 @@ class Keeper:
             if client is None:
                 client = resident.made = await asyncio.to_thread(EngineClient, resident.model.engine)
                 client.replicas.wake = lambda: self.awake(resident)
+                client.replicas.lost = lambda: self._lost(resident)
                 needed = resident.model.estimate(client.folder)
                 if needed.awake > self.residency.footprint(resident.name).awake:  # it was downloaded just now
                     self.residency.postponed(resident.name, needed)
                     return
                 began = time.monotonic()  # what a download took says nothing of later wakes
-            await self._start(client, again=resident.client is not None)
+            slept = [*_links(client)] if self.state(resident) == "asleep" else None
+            await self._start(client, again=resident.client is not None, slept=slept is not None)
             seconds = time.monotonic() - began
-            held = await asyncio.to_thread(memory_of, client)
+            if slept == [*_links(client)]:
+                footprint = replace(self.residency.footprint(resident.name), wake_seconds=seconds)
+            else:
+                held = await asyncio.to_thread(memory_of, client)
+                asleep = min(held // 2, ASLEEP_BYTES) if client.sleeps else None
+                footprint = Footprint(held, seconds, asleep, seconds / LOADS_TO_WAKES)
             if resident.client is None:
                 self.known(client)
         except Exception as error:
@@ -229,37 +244,55 @@ class Keeper:
                 self._fail(resident, str(error) if isinstance(error, KvernError) else in_a_line(error))
             return
         resident.client = client
-        self.residency.moved(resident.name, time.monotonic(), Footprint(held, seconds))
-        resident.figures.woke(seconds, held)
+        self.residency.moved(resident.name, time.monotonic(), footprint)
+        resident.figures.woke(seconds, footprint.awake)
         for waiter in resident.waiting:
             if not waiter.done():
                 waiter.set_result(None)
-        if self._reserve is None and any(state != "awake" for state in self.residency.states.values()):
+        if self._reserve is None and "cold" in self.residency.states.values():
             self._reserve = EngineChild()
 
-    async def _start(self, client: EngineClient, again: bool) -> None:
-        """Starts a model's engines. `again`: they have run before, so that one failure may have come from outside."""
+    async def _start(self, client: EngineClient, again: bool, slept: bool) -> None:
+        """Starts a model's engines, or wakes them if they `slept`.
+
+        `again`: they have run before, so that one failure may have come from outside.
+        """
         try:
-            await client.start(self._taken())
+            await client.start(None if slept else self._taken())
         except ConfigError as error:
             if not again:
                 raise
             logger.warning("model %s is woken once more: %s", client.names[0], error)
             await client.start()
 
-    async def _rest(self, resident: Resident) -> None:
+    async def _rest(self, resident: Resident, state: State) -> None:
         client = resident.client
-        assert client is not None, "a model that is awake has a client"
+        assert client is not None, "a model that is not cold has a client"
         client.replicas.resting = True  # requests that come now wait
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_SECONDS):
-                for replica in client.replicas:
-                    await replica.workload.until_ended()
+        if self.state(resident) == "awake":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_SECONDS):
+                    for replica in client.replicas:
+                        await replica.workload.until_ended()
+        held = 0
+        footprint = self.residency.footprint(resident.name)
         try:
-            await client.rest()
+            if state == "cold":
+                await client.rest()
+            elif await client.sleep():
+                held = await asyncio.to_thread(memory_of, client, asleep=True)
+                footprint = replace(footprint, asleep=held)
         finally:
-            self.residency.moved(resident.name, time.monotonic())
-            resident.figures.rests()
+            self.residency.moved(resident.name, time.monotonic(), footprint)
+            if state == "asleep" and not held:
+                self.residency.dismiss(resident.name, "cold")
+            resident.figures.rests(held)
+
+    def _lost(self, resident: Resident) -> None:
+        """A model's engine has ended in its sleep: the others end, too, and it is cold."""
+        if self.state(resident) == "asleep":
+            self.residency.dismiss(resident.name, "cold")
+            self._news.set()
 
     def _fail(self, resident: Resident, reason: str) -> None:
         """Ends all that wait for a model that cannot be woken."""
@@ -289,7 +322,10 @@ def _unavailable(resident: Resident, seconds: float) -> EngineUnavailable:
     return EngineUnavailable(f"model {resident.name} cannot be woken: {resident.trouble}", max(1.0, seconds))
 
 
-def memory_of(client: EngineClient) -> int:
-    """Returns the bytes of memory of a model's engines with their KV caches, used or not."""
-    links = [replica.supervisor.link for replica in client.replicas]
-    return sum(link.ready.cache_bytes + link.process.memory() for link in links)
+def _links(client: EngineClient) -> Iterator[EngineLink]:
+    return (replica.supervisor.link for replica in client.replicas)
+
+
+def memory_of(client: EngineClient, *, asleep: bool = False) -> int:
+    """Returns the bytes of memory of a model's engines with their KV caches, used or not, but none if `asleep`."""
+    return sum(link.process.memory() + (0 if asleep else link.ready.cache_bytes) for link in _links(client))

@@ -25,6 +25,8 @@ STAY = 10.0
 HALF_LIFE = 7200.0
 FREQUENT = 3.0
 """Visits, as they have faded, from which on a model is woken before it is asked, if there is memory for it."""
+LONGEST_SLEEP = 7200.0
+"""Seconds without a request after which a model that is asleep becomes cold."""
 LONGEST_WAIT = 60.0
 """The most seconds between attempts to wake a model that cannot be woken."""
 MOST_DOUBLINGS = 6
@@ -105,8 +107,8 @@ class _Model:
     used_at: float = -math.inf
     visits: float = 0.0
     visited_at: float = -math.inf
-    leaves: bool = False
-    """It goes to sleep once it has no requests."""
+    leaves: State | None = None
+    """The state into which it is ordered to go once it has no requests."""
     dismissed: bool = False
     """It went to sleep because nobody asked, or by an order: it is not woken before somebody asks."""
     failures: int = 0
@@ -194,12 +196,15 @@ class Residency:
     def keep(self, name: str, seconds: float | None) -> None:
         """Replaces the `keep_alive` of a model until it goes to sleep."""
         self._models[name].keep_alive = seconds
-        self._models[name].leaves = False
+        self._models[name].leaves = None
 
-    def dismiss(self, name: str) -> None:
-        """Puts a model that is awake, or is to be, to sleep as soon as it has no requests, unless it is pinned."""
+    def dismiss(self, name: str, state: State = "asleep") -> None:
+        """Puts a model that is awake, or is to be, to sleep as soon as it has no requests, unless it is pinned.
+
+        `state`: cold, to end its process, also if it is asleep.
+        """
         model = self._models[name]
-        model.leaves = not model.terms.pin
+        model.leaves = None if model.terms.pin else state
         self._forget_orders(model)
 
     def moved(self, name: str, now: float, footprint: Footprint | None = None) -> None:
@@ -226,7 +231,7 @@ class Residency:
         model = self._models[name]
         model.state, model.target = "cold", None
         model.wanted_at = None
-        model.leaves, model.keep_alive = False, model.terms.keep_alive
+        model.leaves, model.keep_alive = None, model.terms.keep_alive
         model.barred_until = now + min(LONGEST_WAIT, 2.0 ** min(model.failures, MOST_DOUBLINGS))
         model.failures += 1
 
@@ -258,7 +263,9 @@ class Residency:
     def _forget_orders(self, model: _Model) -> None:
         """Lets the user's terms hold again for a model that is not awake, and that nobody wants."""
         if not model.requests and "awake" not in (model.state, model.target):
-            model.leaves, model.keep_alive = False, model.terms.keep_alive
+            model.keep_alive = model.terms.keep_alive
+            if model.state == "cold" or model.leaves == "asleep":
+                model.leaves = None
 
     def _want(self, model: _Model, now: float) -> None:
         wanted = model.requests or model.terms.pin
@@ -362,12 +369,14 @@ class Residency:
 
     def _expire(self, decision: Decision, now: float) -> None:
         for model in self._models.values():
-            when = self.expires_at(model.name)
+            when, state = self.expires_at(model.name), model.leaves or "asleep"
+            if model.state == "asleep" and not model.requests and not model.terms.pin:
+                when, state = -math.inf if model.leaves else model.used_at + LONGEST_SLEEP, "cold"
             if when is None or model.target is not None:
                 continue
             if when <= now:
                 model.dismissed = True
-                self._begin(model, model.footprint.below_awake, decision)
+                self._begin(model, "cold" if state == "cold" else model.footprint.below_awake, decision)
             else:
                 decision.look_at(when)
 

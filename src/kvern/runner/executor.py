@@ -84,6 +84,14 @@ class Executor:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         return self._worker.runner.idle()
 
+    def sleep(self) -> None:
+        """Give back the memory of weights and caches until `wake`; what is cached is lost. Raises OSError."""
+        self._worker.sleeping.leave()
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self._worker.sleeping.enter()
+
     def begin_counting(self) -> None:
         """The steps so far, which were for measurements, are no part of `count_experts`."""
         self._worker.begin_counting()

@@ -56,6 +56,7 @@ from kvern.spec.model import ModelSpec
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.adapters.peft import Target
+    from kvern.cpu.asleep import SleepingMemory
     from kvern.models.checkpoint import StoredTensor
     from kvern.models.vision import VisionTower
     from kvern.models.weighted import WeightedModel
@@ -391,6 +392,7 @@ class Worker:
         from kvern.runner.new_weights import check_changeable, read_weights
 
         check_changeable(self._config, self._whole, self._loaded)
+        self.__dict__.pop("sleeping", None)  # it would hold what is replaced
         on_host = self.device.type == "cpu"
         return read_weights(self._folder, self._whole, sources, self._load_beside, on_host=on_host)
 
@@ -446,6 +448,15 @@ class Worker:
             from kvern.runner.ranks.experts import check_moves, experts_of
 
             check_moves(experts_of(self._loaded.decoder), self._ranks.of_experts)
+
+    @cached_property
+    def sleeping(self) -> "SleepingMemory":
+        """The memory that goes while the engine is asleep; caches are empty then."""
+        from kvern.cpu.asleep import SleepingMemory
+
+        runner = self.runner
+        states = () if runner.states is None else (tensor for stack in runner.states.stacks for tensor in stack.tensors)
+        return SleepingMemory(self._config.cache_folder, [*runner.caches, *runner.draft_caches, *states])
 
     def make_tier(self, layout: Layout) -> "Tier | None":
         """The tier that keeps pages of the KV cache, once that is built; None: no option asks for one.

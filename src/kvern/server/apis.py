@@ -64,7 +64,7 @@ POST   /v1/images/edits                                    absent:Absent.refuse
 POST   /v1/images/variations                               absent:Absent.refuse
 POST   /v1/models/{model:path}/load                        admin:ModelsApi.load
 POST   /v1/models/{model:path}/sleep                       admin:ModelsApi.sleep
-POST   /v1/models/{model:path}/unload                      admin:ModelsApi.sleep
+POST   /v1/models/{model:path}/unload                      admin:ModelsApi.unload
 POST   /v1/models/{model:path}/weights                     weights:WeightsApi.update
 POST   /v1/load_lora_adapter                               admin:AdaptersApi.load
 POST   /v1/unload_lora_adapter                             admin:AdaptersApi.unload

@@ -205,8 +205,14 @@ OPERATIONS = (
         (403, 404, 409),
     ),
     Operation(
-        "POST /v1/models/{model}/unload",
+        "POST /v1/models/{model}/sleep",
         "Put one of several models to sleep when its requests have ended; needs an API key with admin=1.",
+        IDENTIFIED,
+        (403, 404, 409),
+    ),
+    Operation(
+        "POST /v1/models/{model}/unload",
+        "End the process of one of several models when its requests have ended; needs an API key with admin=1.",
         IDENTIFIED,
         (403, 404, 409),
     ),

@@ -72,6 +72,18 @@ class EngineClient:
         await self.replicas.start(process)
         self.inputs.start(self.replicas.ready)
 
+    @property
+    def sleeps(self) -> bool:
+        """The engines that were started can give their memory back."""
+        return all(replica.supervisor.link.ready.sleeps for replica in self.replicas)
+
+    async def sleep(self) -> bool:
+        """Have the engines, which can, give their memory back until `start`. Requests wait, and go on then.
+
+        False: one could not, so that they have ended.
+        """
+        return await self.replicas.sleep()
+
     async def rest(self) -> None:
         """End the processes until `start`. Requests wait, and go on then."""
         await self.replicas.rest()

@@ -41,8 +41,9 @@ class EngineAdapters:
             self._reading.pop(adapter.key, None)
 
     def forget(self, key: int) -> None:
-        """No new request uses it."""
-        self.known.discard(key)
+        """No new request uses it. An engine that sleeps is told when it wakes, see `ClientAdapters.resume`."""
+        if self.supervisor.is_ready:
+            self.known.discard(key)
         self.supervisor.send(UnloadAdapter(key))
 
     def hear(self, message: AdapterRead) -> None:
@@ -58,6 +59,10 @@ class EngineAdapters:
     def interrupt(self, error: EngineDied) -> None:
         """The engine has died: what it was reading is not read, and what it had read is gone."""
         self.known = {None}
+        self.interrupt_reading(error)
+
+    def interrupt_reading(self, error: EngineDied) -> None:
+        """What the engine was reading is not read."""
         for reading in self._reading.values():
             if not reading.done():
                 reading.set_exception(error)

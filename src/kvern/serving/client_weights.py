@@ -91,7 +91,8 @@ class ClientWeights:
         self._until_available = until_available
         self._updates = 0
         self.version = ""
-        self._is_changing = False
+        self.is_changing = False
+        """An update has begun that has not ended."""
         self._sources: list[WeightSource] = []
 
     @property
@@ -105,9 +106,9 @@ class ClientWeights:
         Returns the new version. Until then, and if this raises, the old ones are used.
         Raises InvalidWeights, ConfigError if they cannot change or are being changed, or EngineUnavailable.
         """
-        if self._is_changing:
+        if self.is_changing:
             raise ConfigError("the weights of this model are being replaced already: wait until that update has ended")
-        self._is_changing = True
+        self.is_changing = True
         version = f"{self._updates + 1}-{secrets.token_hex(8)}"
         try:
             await self._until_available()
@@ -118,7 +119,7 @@ class ClientWeights:
             self._updates += 1
             await asyncio.gather(*(engine.take(version, keep) for engine in self._engines() if engine.read == version))
         finally:
-            self._is_changing = False
+            self.is_changing = False
             if self.version != version:
                 for engine in self._engines():
                     engine.drop()

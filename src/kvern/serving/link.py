@@ -17,7 +17,9 @@ from kvern.serving.wire import (
     Heard,
     Ready,
     Shutdown,
+    Slept,
     Start,
+    Woken,
     decode_for_server,
     encode,
 )
@@ -77,7 +79,7 @@ class EngineLink:
             raise
         return link
 
-    async def messages(self) -> AsyncIterator[Ready | Heard]:
+    async def messages(self) -> AsyncIterator[Ready | Slept | Woken | Heard]:
         """Yields the engine's messages. Raises EngineDied if it fails, ends, or is silent for too long and is
         killed."""
         ended = asyncio.create_task(self.process.wait())
@@ -99,7 +101,7 @@ class EngineLink:
                     raise EngineDied(message.reason)
                 if isinstance(message, Busy | Events):
                     self._silence = min(self._longest, message.silence or self._longest)
-                if isinstance(message, Ready | Heard):
+                if not isinstance(message, Busy):
                     yield message
         finally:
             ended.cancel()

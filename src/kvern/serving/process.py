@@ -42,9 +42,13 @@ from kvern.serving.wire import (
     ReadWeights,
     Ready,
     Shutdown,
+    Sleep,
+    Slept,
     Start,
     TakeWeights,
     UnloadAdapter,
+    Wake,
+    Woken,
     decode_for_engine,
     encode,
 )
@@ -115,11 +119,11 @@ def main(address: str, running: str, parent: int) -> int:
     facts = facts_of(config, spec, layout, folder)
     cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
     most = layout.max_batch_requests
-    held = layout.blocks * layout.block_size * layout.token_bytes
-    parts = config.dp_attention_size
-    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, parts, held)))
+    sizes = config.dp_attention_size, layout.blocks * layout.block_size * layout.token_bytes
+    sleeps = layout.device == "cpu" and core.sleeps
+    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, *sizes, sleeps)))
     try:
-        serve(socket, core, parent, watch, counts=config.expert_counts)
+        serve(socket, core, parent, watch, config.expert_counts, running)
     except Exception as error:
         logger.exception("the engine failed")
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
@@ -167,31 +171,53 @@ def signs_of_life(socket: "zmq.Socket[bytes]", running: str, parent: int) -> Ite
         speaker.join()
 
 
+def sleep(socket: "zmq.Socket[bytes]", core: EngineLoop, running: str, parent: int) -> bool:
+    """Give the memory back, and take it again when the server says so; False: the engine is to end."""
+    error = None
+    with signs_of_life(socket, running, parent):
+        try:
+            core.sleep()
+        except OSError as failed:
+            error = f"its memory cannot be written to the cache folder: {failed}"
+    socket.send(encode(Slept(error)))
+    while error is None:
+        if not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
+            if os.getppid() != parent:
+                return False
+            continue
+        match decode_for_engine(socket.recv()):
+            case Wake():
+                with signs_of_life(socket, running, parent):
+                    core.wake()
+                socket.send(encode(Woken()))
+                break
+            case Shutdown():
+                return False
+    return True
+
+
 def serve(
-    socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, watch: StepWatch | None = None, counts: bool = False
+    socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, watch: StepWatch, counts: bool, running: str
 ) -> None:
     """Carry out messages and steps, in turns. `counts`: say now and then how many tokens experts have had.
 
-    `watch` knows how long the core's steps may take.
+    `watch` knows how long the core's steps may take. `running` as in `forget`.
     """
     spoke = counted = time.monotonic()
     reading = core.count_experts() if counts else None
     adapters, weights = AdapterReader(core), WeightChanges(core)
     refusals: list[TokenEvent] = []
-    prepares = True
+    prepares, sleeps = True, False
     while os.getppid() == parent:
         idle = READING_SECONDS if adapters.busy or weights.busy else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
-            if core.has_work or refusals or prepares:
+            if core.has_work or refusals or prepares or sleeps:
                 idle = 0.0 if refusals or not core.has_work else core.spare_seconds()
             if not socket.poll(int(1000 * idle)):
                 break
             match decode_for_engine(socket.recv()):
-                case AddRequest(spec, progress):
-                    try:
-                        core.add(spec, progress)
-                    except Exception as error:
-                        refusals += refused(spec, error)
+                case AddRequest() as message:
+                    refusals += add(core, message)
                 case FinishRequests(request_ids, reason, stop_reason):
                     core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):
@@ -201,10 +227,16 @@ def serve(
                 case ReadWeights() | TakeWeights() | DropWeights() as message:
                     socket.send(encode(Busy()))  # to copy weights may take longer than steps
                     refusals += weights.hear(message)
+                case Sleep():
+                    sleeps = True
                 case Shutdown():
                     return
         for answer in (*adapters.answers(), *weights.answers()):
             socket.send(encode(answer))
+        if sleeps and not (core.has_work or refusals or adapters.busy or weights.busy):
+            sleeps = False
+            if not sleep(socket, core, running, parent):
+                return
         if prepares and not core.has_work:
             socket.send(encode(Busy()))
             prepares = core.idle()
@@ -214,19 +246,33 @@ def serve(
         now = time.monotonic()
         rests = worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
-            expert_tokens = []
+            told = Events(events, core.statistics(), now - started, watch.silence)
             if reading is not None and (rests or now - counted >= COUNT_SECONDS):
                 if rests:
                     reading = core.count_experts()  # for which no step is waited for
-                expert_tokens = reading()
+                told.expert_tokens = reading()
                 reading = core.count_experts()
                 counted = now
-            silence = 0.0 if watch is None else watch.silence
-            *parts, last = in_parts(events)
-            for part in parts:
-                socket.send(encode(Events(part, core.statistics(), now - started, silence)))
-            socket.send(encode(Events(last, core.statistics(), now - started, silence, expert_tokens)))
+            tell(socket, told)
             spoke = now
+
+
+def add(core: EngineLoop, message: AddRequest) -> list[TokenEvent]:
+    """Queue a request; the events that say why it cannot be."""
+    try:
+        core.add(message.spec, message.progress)
+    except Exception as error:
+        return refused(message.spec, error)
+    return []
+
+
+def tell(socket: "zmq.Socket[bytes]", told: Events) -> None:
+    """Send events, in messages that are not too long."""
+    *parts, last = in_parts(told.events)
+    for part in parts:
+        socket.send(encode(Events(part, told.statistics, told.seconds, told.silence)))
+    told.events = last
+    socket.send(encode(told))
 
 
 class AdapterReader:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Sized
@@ -39,6 +40,10 @@ from kvern.serving.recovery import Recovery
 from kvern.serving.supervisor import Death, Supervisor, until_one_is_available
 from kvern.serving.wire import AdapterRead, Heard, Ready, WeightsRead, WeightsTaken
 from kvern.serving.workload import Generation, Turns, Workload
+
+logger = logging.getLogger("kvern")
+
+ASLEEP = "the model was put to sleep: ask again"
 
 
 class Replica:
@@ -124,8 +129,26 @@ class Replica:
         self._earlier = self.statistics.at_the_end()
         self._latest = EngineStatistics()
         self._rested = self._started
-        self.interrupt(EngineDied("the model was put to sleep: ask again"))
+        self.interrupt(EngineDied(ASLEEP))
         self.metrics.rests()
+
+    async def sleep(self) -> None:
+        """Have the engine give its memory back. It goes on with its requests when it wakes, from their tokens.
+
+        Raises EngineDied as `Supervisor.sleep`.
+        """
+        running = self.workload.running.values()
+        await self.supervisor.sleep([name for generation in running for name in generation.spec.answer_ids])
+        self._rested = self._started
+        self.adapters.interrupt_reading(EngineDied(ASLEEP))
+        self.metrics.rests()
+
+    def lost(self) -> None:
+        """The engine has ended in its sleep."""
+        self._earlier = self.statistics.at_the_end()
+        self._latest = EngineStatistics()
+        self.interrupt(EngineDied("the engine has ended"))
+        self._siblings.lost()
 
     def given_up(self) -> None:
         """Engines do not start here: what is suspected to have ended one may show elsewhere that it did not."""
@@ -133,12 +156,13 @@ class Replica:
             self._probation.end()
             self._siblings.move()
 
-    async def prepare(self, link: EngineLink) -> None:
-        """Have a new engine use the present weights, and read all adapters that are in use.
+    async def prepare(self, link: EngineLink, *, woken: bool = False) -> None:
+        """Have a new engine, or one that was `woken`, use the present weights, and read all adapters that are in use.
 
         Raises ConfigError, or InvalidAdapter if it is the first engine.
         """
-        self.interrupt(EngineDied("the engine was replaced"))
+        if not woken:
+            self.interrupt(EngineDied("the engine was replaced"))
         await self._siblings.weights.catch_up(self.weights, link)
         lost = dict(await self._siblings.adapters.read_all(self.adapters, link))
         while await self._siblings.weights.catch_up(self.weights, link):  # they changed meanwhile
@@ -194,6 +218,8 @@ class Replicas:
         """Engines are named in reports: there are several, or there were."""
         self.resting = False
         """The engines have ended, or are about to, until `start`; requests wait for them."""
+        self.lost: Callable[[], None] = lambda: None
+        """Is called when an engine has ended in its sleep."""
         self.wake: Callable[[], Awaitable[None]] | None = None
         """Waits until resting engines take requests again. Raises EngineUnavailable. None: they never rest."""
         self._config = config
@@ -263,6 +289,23 @@ class Replicas:
         self.resting = True
         async with self._changing:
             await asyncio.gather(*(replica.rest() for replica in self))
+
+    async def sleep(self) -> bool:
+        """Have the engines give their memory back until `start`.
+
+        False: one could not, or their weights are being replaced, so that all have ended.
+        """
+        self.resting = True
+        if self.weights.is_changing:
+            await self.rest()
+            return False
+        async with self._changing:
+            ends = await asyncio.gather(*(replica.sleep() for replica in self), return_exceptions=True)
+        failed = [error for error in ends if error is not None]
+        if failed:
+            logger.warning("an engine is ended, as it cannot sleep: %s", failed[0])
+            await self.rest()
+        return not failed
 
     def fail(self, error: EngineUnavailable) -> None:
         """End all requests: there is no engine to go on with them."""

@@ -3,6 +3,8 @@
 launch --> listen --> death --> owner learns of it --> launch ...
    ^                                 |
    `------- wait 1, 2, 4 .. s <------'   after deaths from which nothing was learnt, and starts that failed
+
+Between `sleep` and `start` nobody hears the engine, which has given its memory back; if it ends it is not replaced.
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import dataclasses
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +22,7 @@ from kvern.serving.child import EngineProcess
 from kvern.serving.link import EngineLink
 from kvern.serving.places import Place
 from kvern.serving.probation import Cause
-from kvern.serving.wire import Heard, WireMessage, encode
+from kvern.serving.wire import FinishRequests, Heard, Sleep, Slept, Wake, WireMessage, Woken, encode
 from kvern.tiers.arena import HOST, OwnedArena
 
 logger = logging.getLogger("kvern")
@@ -65,11 +67,14 @@ class Owner(Protocol):
     def died(self, death: Death) -> bool:
         """The engine has ended; returns whether that taught which request may be the cause."""
 
-    async def prepare(self, link: EngineLink) -> None:
-        """A new engine is ready: what must be there before requests. Raises EngineDied."""
+    async def prepare(self, link: EngineLink, *, woken: bool = False) -> None:
+        """A new engine is ready, or one was woken: what must be there before requests. Raises EngineDied."""
 
     def resume(self) -> None:
         """The new engine takes requests."""
+
+    def lost(self) -> None:
+        """The engine has ended while it was asleep, or when it was to wake."""
 
     def given_up(self) -> None:
         """Engines keep dying, or do not start, without a request to blame; they are tried further on."""
@@ -92,6 +97,8 @@ class Supervisor:
         self._next_launch = 0.0
         self._trouble = ""
         self._task: asyncio.Task[None] | None = None
+        self._asleep = False
+        self._falling: asyncio.Future[None] | None = None
         self.available = asyncio.Event()
         """An engine takes requests, or there will be none any more."""
         self.closed = False
@@ -116,17 +123,69 @@ class Supervisor:
         return EngineUnavailable(f"the engine does not stay alive: {self._trouble}", seconds)
 
     async def start(self, process: EngineProcess | None = None) -> None:
-        """Start an engine, the first one or after a rest, in `process` if it runs already.
+        """Start an engine, the first one or after a rest, in `process` if it runs already; or wake the one that sleeps.
 
         Raises ConfigError with its reason; then there is none, and it can be started again.
         """
         self._first = process or self._first
         try:
-            await self._launch()
+            if not (self._asleep and await self._woken()):
+                await self._launch()
         except BaseException:
             await self._end()
             raise
         self._task = asyncio.create_task(self._forever())
+
+    async def sleep(self, unanswered: Sequence[str]) -> None:
+        """Have the engine give its memory back until `start`, and these answers up, which the owner keeps.
+
+        Raises EngineDied if it ends, or cannot: then `rest` is to follow.
+        """
+        if not self.is_ready:
+            raise EngineDied("the engine is being replaced")
+        self.available.clear()
+        self._falling = asyncio.get_running_loop().create_future()
+        self.link.socket.send(encode(FinishRequests([*unanswered])))
+        self.link.socket.send(encode(Sleep()))
+        try:
+            await self._falling  # until then answers grow, none of whose tokens may be missed
+        finally:
+            self._falling = None
+
+    def _fallen(self, error: EngineDied | None) -> None:
+        """The engine sleeps, or has ended or cannot."""
+        if self._falling is not None and not self._falling.done():
+            if error is None:
+                self._asleep = True
+                self._falling.set_result(None)
+            else:
+                self._falling.set_exception(error)
+
+    async def _until_lost(self) -> None:
+        link = self.link
+        await link.process.wait()
+        if not self._asleep:
+            return
+        await link.stop()
+        logger.warning("an engine ended with exit code %s while it slept", link.process.returncode)
+        self._asleep = False
+        self._owner.lost()
+
+    async def _woken(self) -> bool:
+        """Wake the engine that sleeps; False: it has ended, or does now."""
+        await self._end_task()
+        link, self._asleep = self.link, False
+        link.socket.send(encode(Wake()))
+        try:
+            await _until_woken(link.messages())
+            await self._owner.prepare(link, woken=True)
+        except EngineDied as error:
+            logger.warning("%s when it was to wake; another engine is started", error)
+            await link.stop()
+            self._owner.lost()
+            return False
+        self._begin()
+        return True
 
     async def rest(self) -> None:
         """End the engine until `start` is called again. The owner keeps its requests.
@@ -156,11 +215,15 @@ class Supervisor:
             self._arena.close()
         self.available.set()
 
-    async def _end(self) -> None:
+    async def _end_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
+
+    async def _end(self) -> None:
+        await self._end_task()
+        self._asleep = False
         if self._link is not None:
             await self._link.stop()
             self._link.process.forget()
@@ -175,7 +238,9 @@ class Supervisor:
         while True:
             try:
                 if alive:
-                    self._bury(await self._listen())
+                    if (death := await self._listen()) is None:
+                        return await self._until_lost()
+                    self._bury(death)
                     alive = False
                 alive = await self._relaunch()
                 if self.unavailable is not None:
@@ -186,15 +251,21 @@ class Supervisor:
                 self.available.clear()
                 self._wait_longer("the supervisor of the engine has a fault, which the log tells")
 
-    async def _listen(self) -> Death:
-        """Hand on what the engine says until it ends."""
+    async def _listen(self) -> Death | None:
+        """Hand on what the engine says until it ends; None: until it sleeps, or ends instead."""
         try:
             async for message in self.link.messages():
                 if isinstance(message, Heard):
                     self._owner.hear(message)
+                elif isinstance(message, Slept):
+                    self._fallen(None if message.error is None else EngineDied(message.error))
+                    return None
         except EngineDied as error:
             self.available.clear()
             await self.link.stop()
+            if self._falling is not None:
+                self._fallen(error)
+                return None
             cause: Cause = "silence" if self.link.silent else cause_of(self.link.process.returncode)
             return Death(error, self.link.process.last_requests(), cause, time.monotonic() - self._began)
         raise AssertionError("the engine's messages end with its death")
@@ -233,9 +304,18 @@ class Supervisor:
         process.bind(self._place.processors)
         self._link = await EngineLink.start(self._config, process, None if self._arena is None else self._arena.path)
         await self._owner.prepare(self._link)
+        self._begin()
+
+    def _begin(self) -> None:
         self._began = time.monotonic()
         self.available.set()
         self._owner.resume()
+
+
+async def _until_woken(messages: AsyncIterator[object]) -> None:
+    async for message in messages:
+        if isinstance(message, Woken):
+            return
 
 
 async def until_one_is_available(

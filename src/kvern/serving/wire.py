@@ -2,6 +2,8 @@
 
 server --> Start, then AddRequest, FinishRequests, Shutdown, and what changes adapters and weights         --> engine
 server <-- Busy until Ready, then Events, at least twice a second, and what changed; Failed ends the engine <-- engine
+
+Between Slept and Wake neither says anything but Shutdown.
 """
 
 from typing import Any
@@ -71,6 +73,14 @@ class DropWeights(WireMessage):
     """Forget weights that are being read, or were read and not taken."""
 
 
+class Sleep(WireMessage):
+    """Give back the memory of weights and KV cache once nothing runs, and say Slept."""
+
+
+class Wake(WireMessage):
+    """Take the memory again, and say Woken."""
+
+
 class Shutdown(WireMessage):
     """End the process."""
 
@@ -99,6 +109,9 @@ class Ready(WireMessage):
     cache_bytes: int = 0
     """The KV cache's size, on a CPU of memory that is taken as sequences grow."""
 
+    sleeps: bool = False
+    """The engine can give its memory back and take it again."""
+
     @property
     def sequences(self) -> int:
         """The most sequences that run at the same time."""
@@ -109,6 +122,16 @@ class Failed(WireMessage):
     """The engine cannot start, or a step failed; the process ends."""
 
     reason: str
+
+
+class Slept(WireMessage):
+    """The memory is given back, or why it is not: then the engine is awake."""
+
+    error: str | None = None
+
+
+class Woken(WireMessage):
+    """The engine takes requests again."""
 
 
 class AdapterRead(WireMessage):
@@ -153,8 +176,10 @@ decode_for_engine = msgspec.msgpack.Decoder(
     | ReadWeights
     | TakeWeights
     | DropWeights
+    | Sleep
+    | Wake
     | Shutdown
 ).decode
 Heard = AdapterRead | WeightsRead | WeightsTaken | Events
 """The messages of an engine while it takes requests, besides signs of life."""
-decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | Heard).decode
+decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | Slept | Woken | Heard).decode

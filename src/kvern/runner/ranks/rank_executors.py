@@ -29,6 +29,7 @@ from kvern.runner.ranks.rank_wire import (
     CountExperts,
     DropAdapter,
     DropWeights,
+    EnterMemory,
     ForgetSteps,
     Found,
     FoundWeights,
@@ -36,6 +37,7 @@ from kvern.runner.ranks.rank_wire import (
     HasRoom,
     IsHere,
     IsReady,
+    LeaveMemory,
     LoadWeights,
     PlaceExperts,
     RankMessage,
@@ -119,6 +121,16 @@ class RankedExecutor(Executor):
         prepares = super().idle()
         self._ranks.meet(self._worker.device)  # or the first request would wait for what slower ranks have to do yet
         return prepares
+
+    def sleep(self) -> None:
+        self._others.send(LeaveMemory())
+        super().sleep()
+        self._ranks.meet(self._worker.device)
+
+    def wake(self) -> None:
+        self._others.send(EnterMemory())
+        super().wake()
+        self._ranks.meet(self._worker.device)
 
     def add_adapter(self, key: int, adapter: Adapter) -> None:
         self._others.send(AddAdapter.of(key, adapter))

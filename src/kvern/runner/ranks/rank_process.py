@@ -37,6 +37,7 @@ from kvern.runner.ranks.rank_wire import (
     CountExperts,
     DropAdapter,
     DropWeights,
+    EnterMemory,
     Failed,
     ForgetSteps,
     Found,
@@ -45,6 +46,7 @@ from kvern.runner.ranks.rank_wire import (
     HasRoom,
     IsHere,
     IsReady,
+    LeaveMemory,
     LoadWeights,
     PlaceExperts,
     ReadWeights,
@@ -155,6 +157,12 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 runner.abandon()
             case UseIdleTime():
                 runner.idle()
+                rank.ranks.meet(rank.worker.device)
+            case LeaveMemory():
+                rank.worker.sleeping.leave()
+                rank.ranks.meet(rank.worker.device)
+            case EnterMemory():
+                rank.worker.sleeping.enter()
                 rank.ranks.meet(rank.worker.device)
             case PlaceExperts(placements):
                 rank.worker.place_experts(placements)

@@ -70,6 +70,14 @@ class UseIdleTime(RankMessage):
     """`Runner.idle`."""
 
 
+class LeaveMemory(RankMessage):
+    """`Executor.sleep`."""
+
+
+class EnterMemory(RankMessage):
+    """`Executor.wake`."""
+
+
 class TakeTurn(RankMessage):
     """Begin and end requests at this rank, whose they are, then run its next step, or join in that of the others.
 
@@ -202,6 +210,8 @@ decode_for_rank = msgspec.msgpack.Decoder(
     | TakeTurn
     | ForgetSteps
     | UseIdleTime
+    | LeaveMemory
+    | EnterMemory
     | PlaceExperts
     | BeginCounting
     | CountExperts

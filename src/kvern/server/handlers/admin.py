@@ -17,6 +17,7 @@ from kvern.server.service import ServedEngine
 
 if TYPE_CHECKING:
     from kvern.residency.keeper import Keeper, Resident
+    from kvern.residency.policy import State
 
 LONGEST_NAME = 256
 LONGEST_PATH = 1024
@@ -140,14 +141,19 @@ class ModelsApi:
         return self._told(resident)
 
     async def sleep(self, request: Request) -> Response:
-        """POST /v1/models/{model}/sleep or /unload: the model is put to sleep when its requests have ended.
+        """POST /v1/models/{model}/sleep: the model is put to sleep when its requests have ended, see `_dismiss`."""
+        return await self._dismiss(request, "asleep")
 
-        Its engines cannot sleep yet, so that it is cold then. The answer comes after `grace_seconds` at the latest.
-        """
+    async def unload(self, request: Request) -> Response:
+        """POST /v1/models/{model}/unload: likewise its process ends, also if it is asleep."""
+        return await self._dismiss(request, "cold")
+
+    async def _dismiss(self, request: Request, state: "State") -> Response:
+        """The answer comes after `grace_seconds` at the latest, and says in which state the model is."""
         keeper, resident = self._found(request)
         if resident.model.terms.pin:
             raise HttpError(409, f"model {resident.name} is pinned: start the server without its pin")
-        await until_gone(keeper.dismiss(resident, self._service.config.grace_seconds), request.receive)
+        await until_gone(keeper.dismiss(resident, state, self._service.config.grace_seconds), request.receive)
         return self._told(resident)
 
     def _found(self, request: Request) -> "tuple[Keeper, Resident]":
