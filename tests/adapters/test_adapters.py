@@ -1,11 +1,13 @@
 """LoRA adapters answer as PEFT's merged models do, in whatever company."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvern import LLM, SamplingParams
 from kvern.adapters.bank import AdapterBank
@@ -20,6 +22,7 @@ from kvern.request.sampling_params import StructuredOutput
 from tests.support.families import make_checkpoint, reference_logits
 from tests.support.internals import adapters_in_memory, check_integrity, core_of, engine_of
 from tests.support.model_outputs import PROMPT, logits
+from tests.support.new_weights import change_weights, perturbed
 from tests.support.peft_adapters import ATTENTION, EVERYTHING, make_adapter, merge
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
@@ -249,3 +252,28 @@ def test_an_adapter_that_overflows_spoils_no_row_but_its_own() -> None:
     kept = torch.tensor([0, 2, 4])
     torch.testing.assert_close(found[kept], layer(x[kept], AdaptedRows.of([0, -1, 0], cpu)))
     assert found[kept].isfinite().all()
+
+
+def test_adapters_stay_when_weights_change(tiny_model: Path, tmp_path: Path) -> None:
+    """Their answers are those of an engine that starts with the new weights, also while a request runs."""
+    adapters = {"one": str(make_adapter(tiny_model, tmp_path / "one", seed=1))}
+    new = tmp_path / "new"
+    shutil.copytree(tiny_model, new)
+    save_file(perturbed(tiny_model), new / "model.safetensors")
+    with LLM(str(new), adapters=adapters, **OPTIONS) as llm:
+        expected = [llm.generate(PROMPTS, GREEDY, adapter=name) for name in ("one", None)]
+    with LLM(str(tiny_model), adapters=adapters, **OPTIONS) as llm:
+        before = llm.generate(PROMPTS, GREEDY, adapter="one")
+        engine = engine_of(llm)
+        running = engine.add("running", PROMPTS[0], GREEDY, adapter="one")
+        while len(running.outputs[0].token_ids) < 4:
+            engine.step()
+        change_weights(llm, "1", new)
+        while engine.has_work:
+            engine.step()
+        found = [llm.generate(PROMPTS, GREEDY, adapter=name) for name in ("one", None)]
+        check_integrity(llm)
+    assert running.outputs[0].token_ids[:4] == before[0].outputs[0].token_ids[:4]
+    for outputs, wanted in zip(found, expected, strict=True):
+        assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in wanted]
+    assert before[1].outputs[0].token_ids != expected[0][1].outputs[0].token_ids

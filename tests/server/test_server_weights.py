@@ -233,6 +233,24 @@ def test_ranks_stages_and_replicas_change_together(
         assert answers(server) == expected["old"]
 
 
+def test_one_of_several_models_has_its_weights_again_when_it_is_woken(
+    folder: Path, expected: dict[str, Answers], tmp_path: Path
+) -> None:
+    options = ("--model", f"other={folder / 'mixed'}", "--device", "cpu", "--models-memory", "1GB")
+    keys = tmp_path / "keys"
+    keys.write_text(f"user:{KEY}\nadmin:{ADMIN} admin=1\n")
+    given = ("--model", f"base={folder / 'old'}", "--api-key-file", str(keys), "--data-dir", str(tmp_path))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    with serving(*given, *options, *flags) as server:
+        status, answer = update(server, folder / "new")
+        assert (status, "base is cold" in answer["error"]["message"]) == (409, True), answer
+        assert answers(server) == expected["old"]
+        assert update(server, folder / "new")[0] == 200
+        assert server.raw("POST", "/v1/models/base/unload", b"", ADMIN)[0] == 200
+        assert update(server, folder / "old")[0] == 409
+        assert answers(server) == expected["new"]
+
+
 REFUSED: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
     "8 bits": (lambda folder: ("--kv-cache-dtype", "int8"), "kv_cache_dtype is int8"),
     "dummy": (lambda folder: ("--load-format", "dummy"), "load_format is dummy"),

@@ -1,16 +1,14 @@
 """KV tiers and the prefix tree of an engine whose weights change: pages and blocks of old weights are found no more."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from kvern import LLM, SamplingParams
-from kvern.request.weights import WeightSource
-from tests.support.internals import check_integrity, core_of, engine_of
+from tests.support.internals import check_integrity, engine_of
+from tests.support.new_weights import change_weights, perturbed
 from tests.support.tiers import GREEDY, answer, forget, trust
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "kv_cache_tokens": 1024, "threads": 1, "block_size": 8}
@@ -20,19 +18,8 @@ PROMPT = [*range(10, 160)]
 @pytest.fixture(scope="module")
 def new(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("new") / "new.safetensors"
-    weights = load_file(tiny_model / "model.safetensors")
-    generator = torch.Generator().manual_seed(5)
-    save_file({name: one + 0.2 * torch.randn(one.shape, generator=generator) for name, one in weights.items()}, file)
+    save_file(perturbed(tiny_model), file)
     return file
-
-
-def change(llm: LLM, version: str, path: Path, *, keep: bool = False) -> None:
-    core = core_of(llm)
-    core.read_weights(version, [WeightSource(str(path))])
-    while (found := core.weights_found()) is None:
-        time.sleep(0.01)
-    assert found.error is None and found.is_whole
-    core.take_weights(version, keep)
 
 
 def test_a_tier_gives_no_pages_of_other_weights(tiny_model: Path, new: Path) -> None:
@@ -42,13 +29,13 @@ def test_a_tier_gives_no_pages_of_other_weights(tiny_model: Path, new: Path) -> 
         forget(llm)
         assert answer(llm, PROMPT)[1] >= 64, "pages of the same weights are found"
         forget(llm)
-        change(llm, "1", new)
+        change_weights(llm, "1", new)
         found, cached = answer(llm, PROMPT)
         assert cached == 0 and found.token_ids != old.token_ids
         forget(llm)
         again, cached = answer(llm, PROMPT)
         assert cached >= 64 and again.token_ids == found.token_ids
-        change(llm, "2", tiny_model)
+        change_weights(llm, "2", tiny_model)
         back, cached = answer(llm, PROMPT)
         assert cached == 0 and back.token_ids == old.token_ids
         check_integrity(llm)
@@ -69,7 +56,7 @@ def test_requests_that_run_share_nothing_with_later_ones(
         while len(running.outputs[0].token_ids) < 9:
             engine.step()
         known = list(running.outputs[0].token_ids)
-        change(llm, "1", new, keep=keep)
+        change_weights(llm, "1", new, keep=keep)
         check_integrity(llm)
         while engine.has_work:
             engine.step()
@@ -83,7 +70,7 @@ def test_requests_that_run_share_nothing_with_later_ones(
         kept = len(PROMPT) + 1  # of the sample that waited
         assert (cached > kept) == (prefix_cache and not keep)
     with LLM(str(tiny_model), **OPTIONS) as llm:
-        change(llm, "1", new)
+        change_weights(llm, "1", new)
         assert answer(llm, longer)[0].token_ids == found.token_ids
         if not keep:
             (rest,) = llm.generate([[*PROMPT, 1, *known]], params.replace(n=1, max_tokens=40 - len(known)))

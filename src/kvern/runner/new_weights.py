@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 OF_STEPS = {"expert_counts", "earlier", "_inputs"}
 """Attributes of models that steps fill."""
+TABLES_OF_PARTS = {"_modules", "_parameters", "_buffers"}
+"""Attributes of PyTorch's modules, which messages leave out."""
 TIED_HEAD = r"^(.*\.)?lm_head\.(?!bias$)"
 LoadBeside = Callable[[Sequence[StoredTensor]], Iterable[tuple[WeightedModel, WeightedModel]]]
 
@@ -104,13 +106,14 @@ class NewWeights:
             for name, value in parts.items():
                 if name in OF_STEPS:
                     continue
+                within = place if name in TABLES_OF_PARTS else f"{place}.{name}"
                 if name not in others:
-                    self._alone.append((f"{place}.{name}", value))
+                    self._alone.append((within, value))
                 elif isinstance(value, Tensor) and value.layout != torch.strided:
                     self._known[id(value)] = value
                     self._replaced.append((old, name, others[name]))
                 else:
-                    self._pair(value, others[name], f"{place}.{name}")
+                    self._pair(value, others[name], within)
 
     def _pair_tensors(self, old: Tensor, new: Any, place: str) -> None:
         if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
