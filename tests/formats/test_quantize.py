@@ -29,6 +29,7 @@ from kvern.text.tokenizer import Tokenizer
 from tests.support.families import make_checkpoint, reference_logits
 from tests.support.model_outputs import logits
 from tests.support.tiny_model import make_tiny_model
+from tests.support.uniform_plans import uniform_plan
 
 CPU = torch.device("cpu")
 ROWS = torch.randint(3, 131, (4, 24), generator=torch.Generator().manual_seed(3))
@@ -174,7 +175,7 @@ def spread_checkpoint(folder: Path) -> Path:
 def quantize(folder: Path, out: Path, method: str, scheme: Scheme, **options: Any) -> job.Result:
     checkpoint = Checkpoint(folder, CPU)
     settings = job.Settings(
-        job.uniform_plan(checkpoint, scheme),
+        uniform_plan(checkpoint, scheme),
         job.make_method(method),
         act_order=method == "gptq",
         about={"method": method, "settings": {}},

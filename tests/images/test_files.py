@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from kvern.errors import InvalidRequest
-from kvern.images.file import pixels_of, read_file
+from kvern.images.file import ImageFile, picture_of, read_file, resized
 from kvern.images.parts import bytes_of
 from kvern.images.pixtral import LongestEdge
 
@@ -27,10 +27,15 @@ def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return stream.getvalue()
 
 
+def pixels_of(file: ImageFile, width: int, height: int) -> Any:
+    """What is decoded of a file, `[height, width, 3]`."""
+    return numpy.asarray(resized(picture_of(file), (width, height), FILTER))
+
+
 def shown(data: bytes) -> Any:
     """The pixels of a file as it is."""
     file = read_file(data, "x")
-    return pixels_of(file, file.width, file.height, FILTER)
+    return pixels_of(file, file.width, file.height)
 
 
 def header(width: int, height: int) -> bytes:
@@ -47,7 +52,7 @@ def header(width: int, height: int) -> bytes:
 def test_formats(kind: str) -> None:
     file = read_file(saved(Image.new("RGB", (7, 5), (250, 10, 20)), kind), "x")
     assert (file.width, file.height) == (7, 5)
-    pixels = pixels_of(file, 7, 5, FILTER)
+    pixels = pixels_of(file, 7, 5)
     assert pixels.shape == (5, 7, 3) and abs(pixels[2, 3].astype(int) - (250, 10, 20)).max() < 12
 
 
@@ -59,7 +64,7 @@ def test_a_picture_is_turned_as_exif_says() -> None:
         exif[0x0112] = orientation
         file = read_file(saved(image, exif=exif), "x")
         assert (file.width, file.height) == (width, height)
-        assert pixels_of(file, width, height, FILTER)[corner].tolist() == [255, 255, 255]
+        assert pixels_of(file, width, height)[corner].tolist() == [255, 255, 255]
 
 
 def test_what_is_transparent_lies_on_white() -> None:
@@ -107,7 +112,7 @@ def test_files_that_lie_are_refused_when_they_are_decoded() -> None:
     for data in (whole[: len(whole) // 2], header(40, 40)):
         file = read_file(data, "p")
         with pytest.raises(InvalidRequest, match="an image cannot be decoded"):
-            pixels_of(file, file.width, file.height, FILTER)
+            pixels_of(file, file.width, file.height)
 
 
 def test_every_damage_is_an_error_of_one_kind() -> None:
@@ -121,7 +126,7 @@ def test_every_damage_is_an_error_of_one_kind() -> None:
             cut = bytes(data[: generator.integers(1, len(data) + 1)])
             with contextlib.suppress(InvalidRequest):
                 file = read_file(cut, "p")
-                assert pixels_of(file, 8, 8, FILTER).shape == (8, 8, 3)
+                assert pixels_of(file, 8, 8).shape == (8, 8, 3)
 
 
 def test_headers_of_many_pieces_are_not_read_to_their_end() -> None:

@@ -33,6 +33,7 @@ from tests.support.peft_adapters import make_adapter, merge
 from tests.support.rank_features import NOT_DIVIDED, OF_EXPERTS
 from tests.support.speculation import speculating
 from tests.support.tiers import HOST, PAGE_TOKENS, figures, forget, trust
+from tests.support.uniform_plans import uniform_plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RECORD = Path(__file__).with_name("model_features.json")
@@ -112,7 +113,7 @@ def is_quantized(folder: Path) -> bool:
         if "through which calibrations do not go" not in str(error):
             raise
         return False
-    settings = job.Settings(job.uniform_plan(checkpoint, INT8), job.make_method("int8"))
+    settings = job.Settings(uniform_plan(checkpoint, INT8), job.make_method("int8"))
     plain = log_probabilities(folder, dtype="float32")
     with tempfile.TemporaryDirectory() as made:
         job.quantize(checkpoint, settings, Calibration(torch.tensor([PROMPTS[0]]), "a prompt"), Path(made) / "out")

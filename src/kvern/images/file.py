@@ -90,11 +90,6 @@ def picture_of(file: ImageFile) -> "Image":
     return image if turn is None else image.transpose(Image.Transpose[turn])
 
 
-def pixels_of(file: ImageFile, width: int, height: int, resample: int) -> Pixels:
-    """Decodes a file and resizes it by one of Pillow's filters: `[height, width, 3]`. Raises InvalidRequest."""
-    return numpy.asarray(resized(picture_of(file), (width, height), resample))
-
-
 def resized(picture: "Image", size: tuple[int, int], resample: int) -> "Image":
     """The picture in a width and height, by one of Pillow's filters."""
     from PIL import Image

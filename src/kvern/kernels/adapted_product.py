@@ -15,6 +15,7 @@ from kvern.kernels.adapters import (
     EXPAND_ADAPTERS,
     LARGEST_TILE,
     SMALLEST_TILE,
+    LowRanks,
     four_ends,
     matrices_of_group,
     shrink,
@@ -46,12 +47,7 @@ def _adapted_product_kernel(
     x_stride,
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
-    PARTS: tl.constexpr,
-    MOST: tl.constexpr,
-    LOW_SPLITS: tl.constexpr,
-    PLACES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    CHUNK: tl.constexpr,
+    LOW: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -80,19 +76,21 @@ def _adapted_product_kernel(
         part = (
             (start >= first_end).to(tl.int32) + (start >= second_end).to(tl.int32) + (start >= third_end).to(tl.int32)
         )
-        its_low = low + row.to(tl.int64)[None, :] * (PARTS * MOST) + part * MOST + tl.arange(0, CHUNK)[:, None]
-        between = rows.to(tl.int64) * (PARTS * MOST)
+        PLACES: tl.constexpr = LOW.places
+        TOGETHER: tl.constexpr = LOW.together
+        SPLITS_OF_LOW: tl.constexpr = LOW.splits
+        width: tl.constexpr = LOW.parts * LOW.most
+        its_low = low + row.to(tl.int64)[None, :] * width + part * LOW.most + tl.arange(0, CHUNK)[:, None]
+        between = rows.to(tl.int64) * width
         for first in tl.range(0, tl.max(its, axis=0), CHUNK, num_stages=1):
             values = tl.zeros([CHUNK, ROWS], tl.float32)
-            for low_split in tl.static_range(LOW_SPLITS):
+            for low_split in tl.static_range(SPLITS_OF_LOW):
                 values += tl.load(its_low + first + between * low_split, mask=(first < its)[None, :], other=0.0)
             for group in tl.static_range(0, PLACES, TOGETHER):
                 mine = (group + tl.arange(0, TOGETHER))[:, None] == using[None, :]
                 each = tl.where(mine[:, None, :], values[None, :, :], 0.0).to(up.dtype.element_ty)
-                weights = matrices_of_group(
-                    up + start, using, ranks, group, first, outputs, start + tl.arange(0, OUTPUTS) < outputs, MOST,
-                    PLACES, TOGETHER, CHUNK, OUTPUTS,
-                )  # fmt: skip
+                inside = start + tl.arange(0, OUTPUTS) < outputs
+                weights = matrices_of_group(up + start, using, ranks, group, first, outputs, inside, LOW)
                 each = tl.reshape(each, [TOGETHER * CHUNK, ROWS])
                 total = tl.dot(tl.trans(weights), each, total, input_precision="ieee")
         if bias is not None:
@@ -147,12 +145,7 @@ def adapted_product(
         x.stride(0),
         inputs % shape.inputs == 0,
         shape.splits,
-        parts,
-        most,
-        splits,
-        places,
-        min(EXPAND_ADAPTERS, triton.next_power_of_2(places)),
-        CHUNK,
+        LowRanks(parts, most, splits, places, min(EXPAND_ADAPTERS, triton.next_power_of_2(places))),
         shape.rows,
         shape.outputs,
         shape.inputs,

@@ -11,6 +11,8 @@ go in chunks, so that a low rank costs little where a high one fits. The adapter
 own matrices.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,8 +22,8 @@ from kvern.kernels.launch import Launcher, gdc_launch_dependents, gdc_wait, stag
 SMALLEST_TILE = 16
 """The smallest tile of the matrix units."""
 LARGEST_TILE = 64
-INPUTS = 128
-CHUNK = 16
+INPUTS = tl.constexpr(128)
+CHUNK = tl.constexpr(16)
 """Ranks of one program, or of one step of its sum."""
 SHRINK_ADAPTERS = 4
 EXPAND_ADAPTERS = 4
@@ -39,6 +41,20 @@ MANY_OUTPUTS = 16384
 """The number of outputs with which wider tiles still give every processor one."""
 
 
+class LowRanks(NamedTuple):
+    """The shape of what adapters make of rows: parts of a layer, and in each the most ranks.
+
+    splits    so many programs have a part of the inputs each
+    places    of adapters; matrices of so many of them stand side by side in one product: `together`
+    """
+
+    parts: int
+    most: int
+    splits: int
+    places: int
+    together: int
+
+
 @Launcher
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["adapters"])
 def _shrink_kernel(
@@ -50,35 +66,30 @@ def _shrink_kernel(
     rows,
     inputs,
     x_stride,
-    PARTS: tl.constexpr,
-    MOST: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PLACES: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    LOW: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    TOGETHER: tl.constexpr = LOW.together
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(1) % PARTS
-    split = tl.program_id(1) // PARTS
+    part = tl.program_id(1) % LOW.parts
+    split = tl.program_id(1) // LOW.parts
     adapter_index = tl.program_id(2) * TOGETHER + tl.arange(0, TOGETHER)
     using = tl.load(adapters + row, mask=row < rows, other=-1)
-    mine = (using[:, None] == adapter_index[None, :]) & (adapter_index < PLACES)[None, :]
-    highest = tl.load(ranks + adapter_index, mask=adapter_index < PLACES, other=0)
+    mine = (using[:, None] == adapter_index[None, :]) & (adapter_index < LOW.places)[None, :]
+    highest = tl.load(ranks + adapter_index, mask=adapter_index < LOW.places, other=0)
     highest = tl.where(tl.max(mine.to(tl.int32), axis=0) > 0, highest, 0)
     its = tl.max(tl.where(mine, highest[None, :], 0), axis=1)
     column = tl.arange(0, INPUTS)
     x_tile = x + row.to(tl.int64)[:, None] * x_stride + column[None, :]
-    span = tl.cdiv(tl.cdiv(inputs, INPUTS), SPLITS) * INPUTS
+    span = tl.cdiv(tl.cdiv(inputs, INPUTS), LOW.splits) * INPUTS
     if OVERLAP:  # the next kernel begins with what this one reads, which must be there before it may start
         gdc_wait()
         gdc_launch_dependents()
     for first in tl.range(0, tl.max(highest, axis=0), CHUNK):
         rank = first + tl.arange(0, CHUNK)
         known = tl.reshape(rank[None, :] < highest[:, None], [TOGETHER * CHUNK])
-        weight_row = (adapter_index.to(tl.int64)[:, None] * PARTS + part) * MOST + rank[None, :]
+        weight_row = (adapter_index.to(tl.int64)[:, None] * LOW.parts + part) * LOW.most + rank[None, :]
         weight_row = tl.reshape(weight_row, [TOGETHER * CHUNK])
         weight_tile = down + weight_row[None, :] * inputs + column[:, None]
         total = tl.zeros([ROWS, TOGETHER * CHUNK], tl.float32)
@@ -89,38 +100,27 @@ def _shrink_kernel(
             total = tl.dot(values, weights, total, input_precision="ieee")
         each = tl.reshape(total, [ROWS, TOGETHER, CHUNK])
         own = tl.sum(tl.where(mine[:, :, None], each, 0.0), axis=1)
-        target = (split.to(tl.int64) * rows + row)[:, None] * (PARTS * MOST) + part * MOST + rank[None, :]
+        target = (split.to(tl.int64) * rows + row)[:, None] * (LOW.parts * LOW.most) + part * LOW.most + rank[None, :]
         tl.store(low + target, own, mask=(first < its)[:, None])  # whole chunks: what lies beyond a rank is zero
 
 
 @triton.jit
-def matrices_of_group(
-    up,
-    using,
-    ranks,
-    group,
-    first,
-    outputs,
-    inside,
-    MOST: tl.constexpr,
-    PLACES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    CHUNK: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-):
+def matrices_of_group(up, using, ranks, group, first, outputs, inside, LOW: tl.constexpr):
     """One chunk of the ranks of adapters from `group` on, [TOGETHER * CHUNK, OUTPUTS]; zero where no row uses it."""
+    TOGETHER: tl.constexpr = LOW.together
+    OUTPUTS: tl.constexpr = inside.shape[0]
     adapter_index = group + tl.arange(0, TOGETHER)
     rank = first + tl.arange(0, CHUNK)
-    used = (tl.max((using[:, None] == adapter_index[None, :]).to(tl.int32), axis=0) > 0) & (adapter_index < PLACES)
+    used = (tl.max((using[:, None] == adapter_index[None, :]).to(tl.int32), axis=0) > 0) & (adapter_index < LOW.places)
     limit = tl.load(ranks + adapter_index, mask=used, other=0)
     there = tl.reshape(rank[None, :] < limit[:, None], [TOGETHER * CHUNK])
-    weight_row = tl.reshape(adapter_index.to(tl.int64)[:, None] * MOST + rank[None, :], [TOGETHER * CHUNK])
+    weight_row = tl.reshape(adapter_index.to(tl.int64)[:, None] * LOW.most + rank[None, :], [TOGETHER * CHUNK])
     up_tile = up + weight_row[:, None] * outputs + tl.arange(0, OUTPUTS)[None, :]
     return tl.load(up_tile, mask=there[:, None] & inside[None, :], other=0.0)
 
 
 @triton.jit
-def _sum_of_splits(low, its, first, between, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+def _sum_of_splits(low, its, first, between, SPLITS: tl.constexpr):
     tile = low + (first + tl.arange(0, CHUNK))[None, :]
     mask = (first < its)[:, None]
     total = tl.load(tile, mask=mask, other=0.0)
@@ -130,7 +130,7 @@ def _sum_of_splits(low, its, first, between, SPLITS: tl.constexpr, CHUNK: tl.con
 
 
 @triton.jit
-def _spread(values, using, group, ROWS: tl.constexpr, TOGETHER: tl.constexpr, CHUNK: tl.constexpr):
+def _spread(values, using, group, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
     """Each row's values where its own adapter's ranks are, zero elsewhere: [ROWS, TOGETHER * CHUNK]."""
     mine = using[:, None] == (group + tl.arange(0, TOGETHER))[None, :]
     each = tl.where(mine[:, :, None], values[:, None, :], 0.0).to(values.dtype)
@@ -150,13 +150,8 @@ def _expand_kernel(
     second_end,
     third_end,
     outputs,
-    PARTS: tl.constexpr,
-    MOST: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PLACES: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    LOW: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
     OUTPUTS: tl.constexpr,
     EVEN: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -183,17 +178,16 @@ def _expand_kernel(
     if highest > 0:
         target = out + start + row.to(tl.int64)[:, None] * outputs + column[None, :]
         update = tl.load(target, mask=(its > 0)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        its_low = low + row.to(tl.int64)[:, None] * (PARTS * MOST) + part * MOST
-        between = rows.to(tl.int64) * (PARTS * MOST)
+        its_low = low + row.to(tl.int64)[:, None] * (LOW.parts * LOW.most) + part * LOW.most
+        between = rows.to(tl.int64) * (LOW.parts * LOW.most)
+        PLACES: tl.constexpr = LOW.places
+        TOGETHER: tl.constexpr = LOW.together
         for first in tl.range(0, highest, CHUNK):
-            values = _sum_of_splits(its_low, its, first, between, SPLITS, CHUNK).to(up.dtype.element_ty)
+            values = _sum_of_splits(its_low, its, first, between, LOW.splits).to(up.dtype.element_ty)
             for group in tl.static_range(0, PLACES, TOGETHER):
-                weights = matrices_of_group(
-                    up + start, using, ranks, group, first, outputs, inside, MOST, PLACES, TOGETHER, CHUNK, OUTPUTS
-                )
-                update = tl.dot(
-                    _spread(values, using, group, ROWS, TOGETHER, CHUNK), weights, update, input_precision="ieee"
-                )
+                weights = matrices_of_group(up + start, using, ranks, group, first, outputs, inside, LOW)
+                spread = _spread(values, using, group, ROWS, TOGETHER)
+                update = tl.dot(spread, weights, update, input_precision="ieee")
         mask = (its > 0)[:, None] & inside[None, :]
         tl.store(target, update.to(out.dtype.element_ty), mask=mask)
 
@@ -215,14 +209,8 @@ def shrink(
         rows,
         inputs,
         x.stride(0),
-        parts,
-        most,
-        splits,
-        places,
-        together,
+        LowRanks(parts, most, splits, places, together),
         tile,
-        CHUNK,
-        INPUTS,
         num_warps=WARPS,
         num_stages=3,
     )
@@ -261,7 +249,7 @@ def add_adapters(
         splits = 1 if rows >= SPLIT_ROWS else splits
     width = WIDE if outputs >= MANY_OUTPUTS or rows > LARGEST_TILE else WIDE // 2
     low = shrink(x, adapters, down, ranks, splits, tile)
-    step_bytes = CHUNK * (4 * splits * tile + EXPAND_ADAPTERS * width * x.element_size())
+    step_bytes = CHUNK.value * (4 * splits * tile + EXPAND_ADAPTERS * width * x.element_size())
     # Buffers of wide tiles leave a processor too few programs.
     deep = 1 if width == WIDE else stages(x.device, 3, step_bytes)
     begins = (0, *ends[:-1])
@@ -277,13 +265,8 @@ def add_adapters(
         second_end,
         third_end,
         outputs,
-        parts,
-        most,
-        splits,
-        places,
-        min(EXPAND_ADAPTERS, triton.next_power_of_2(places)),
+        LowRanks(parts, most, splits, places, min(EXPAND_ADAPTERS, triton.next_power_of_2(places))),
         tile,
-        CHUNK,
         width,
         all(end % width == 0 for end in ends),
         num_warps=WARPS,

@@ -36,12 +36,18 @@ HALVES = tl.constexpr(
 
 
 @triton.jit
+def _by(found, ASSEMBLY: tl.constexpr):
+    """Two numbers of each byte, in float32, by assembly that takes four bytes at once."""
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
+    )
+
+
+@triton.jit
 def biased_halves(found):
     """The low halves of bytes plus LOW_BIAS, and the high ones plus HIGH_BIAS, in float32."""
     if COMPILED:
-        low, high = tl.inline_asm_elementwise(
-            HALVES, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
-        )
+        low, high = _by(found, HALVES)
     else:
         low, high = (found & 15).to(tl.float32) + LOW_BIAS, (found >> 4).to(tl.float32) + HIGH_BIAS
     return low, high
@@ -69,9 +75,7 @@ SMALL_FLOATS_UNIT = tl.constexpr(16384.0)
 def small_floats(found):
     """The low and the high halves of bytes as numbers of e2m1, divided by SMALL_FLOATS_UNIT, in float32."""
     if COMPILED:
-        low, high = tl.inline_asm_elementwise(
-            SMALL_FLOATS, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
-        )
+        low, high = _by(found, SMALL_FLOATS)
     else:
         low, high = _small_float(found & 15), _small_float(found >> 4)
     return low, high
@@ -126,9 +130,7 @@ NON_LINEAR_LOOKUP = tl.constexpr(lookup(NON_LINEAR))
 def nf4_numbers(found, table):
     """The numbers of NF4 that the low and the high halves of bytes stand for, in float32."""
     if COMPILED:
-        low, high = tl.inline_asm_elementwise(
-            NF4_LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
-        )
+        low, high = _by(found, NF4_LOOKUP)
     else:
         low, high = tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
     return low, high
@@ -138,12 +140,8 @@ def nf4_numbers(found, table):
 def non_linear_numbers(found, table):
     """The numbers of NON_LINEAR that the low and the high halves of bytes stand for, in float32."""
     if COMPILED:
-        low, high = tl.inline_asm_elementwise(
-            NON_LINEAR_LOOKUP, "=r,=r,=r,=r,=r,=r,=r,=r,r", [found], (tl.float32, tl.float32), is_pure=True, pack=4
-        )
+        low, high = _by(found, NON_LINEAR_LOOKUP)
     else:
-        low, high = (
-            tl.load(table + (16 + (found & 15))).to(tl.float32),
-            tl.load(table + (16 + (found >> 4))).to(tl.float32),
-        )
+        table += 16
+        low, high = tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
     return low, high

@@ -70,21 +70,15 @@ def _state_of(memory, state, head, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _advance(
-    state,
-    inputs,
-    steps,
-    own_rate,
-    own_bias,
-    own_skip,
-    token,
-    head,
-    row,
-    column,
-    step_stride,
-    SIZES: tl.constexpr,
-):
+def _own(steps, head):
+    """Returns a head's rate, bias and skip."""
+    return tl.load(steps.rate + head), tl.load(steps.bias + head), tl.load(steps.skip + head)
+
+
+@triton.jit
+def _advance(state, inputs, steps, own, token, head, row, column, step_stride, SIZES: tl.constexpr):
     """Some columns of a head's state behind a token, what it reads of them, its key, what it writes, what it leaves."""
+    own_rate, own_bias, own_skip = own
     known, inside = row < SIZES.state_dim, column < SIZES.head_dim
     inner: tl.constexpr = SIZES.heads * SIZES.head_dim
     at = inputs + token * (inner + 2 * SIZES.groups * SIZES.state_dim)
@@ -122,13 +116,9 @@ def _advance_tokens_kernel(
     width: tl.constexpr = inner // SIZES.groups
     place = _state_of(memory, tl.load(states + token).to(tl.int64), head, SIZES)
     place = place + row[:, None] * width + column[None, :]
-    own_rate = tl.load(steps.rate + head)
-    own_bias = tl.load(steps.bias + head)
-    own_skip = tl.load(steps.skip + head)
-    state, found, _, _, _ = _advance(
-        tl.load(place, mask=both, other=0.0), inputs, steps, own_rate, own_bias, own_skip, token, head, row, column,
-        step_stride, SIZES,
-    )  # fmt: skip
+    own = _own(steps, head)
+    state = tl.load(place, mask=both, other=0.0)
+    state, found, _, _, _ = _advance(state, inputs, steps, own, token, head, row, column, step_stride, SIZES)
     tl.store(place, state, mask=both)
     tl.store(out + token * inner + head * SIZES.head_dim + column, found, mask=inside)
 
@@ -179,18 +169,15 @@ def _read_drafts_kernel(
     place = _state_of(memory, tl.load(drafts.states + run).to(tl.int64), head, SIZES)
     place = place + row[:, None] * width + column[None, :]
     state = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0)
-    own_rate = tl.load(steps.rate + head)
-    own_bias = tl.load(steps.bias + head)
-    own_skip = tl.load(steps.skip + head)
+    own = _own(steps, head)
     group = head // (SIZES.heads // SIZES.groups)
     notes_decay = tl.program_id(2) == 0
     notes_key = notes_decay & (head % (SIZES.heads // SIZES.groups) == 0)
     first, count = tl.load(drafts.firsts + run).to(tl.int64), tl.load(drafts.counts + run)
     for token in range(first, first + count):
         state, found, key, written, kept = _advance(
-            state, inputs, steps, own_rate, own_bias, own_skip, token, head, row, column,
-            step_stride, SIZES,
-        )  # fmt: skip
+            state, inputs, steps, own, token, head, row, column, step_stride, SIZES
+        )
         at = token * inner + head * SIZES.head_dim + column
         tl.store(out + at, found, mask=inside)
         tl.store(values + at, written, mask=inside)
@@ -261,9 +248,7 @@ def _advance_runs_kernel(
     of_head = of_head + row[:, None] * width + column[None, :]
     state = tl.load(of_head, mask=known[:, None] & within[None, :], other=0.0)
     WITHIN: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
-    own_rate = tl.load(steps.rate + head)
-    own_bias = tl.load(steps.bias + head)
-    own_skip = tl.load(steps.skip + head)
+    own_rate, own_bias, own_skip = _own(steps, head)
     place = tl.arange(0, CHUNK)
     for begin in range(0, count, CHUNK):
         token, inside = first + begin + place, place < count - begin

@@ -45,7 +45,7 @@ class FusedAdaptedLinear(AdaptedLinear[Tensor]):
         dtype = linear.dtype
         device = linear.device
         outputs = linear.outputs
-        rank = -(-rank // CHUNK) * CHUNK
+        rank = -(-rank // CHUNK.value) * CHUNK.value
         self._down = torch.zeros(places, len(outputs), rank, linear.inputs, dtype=dtype, device=device)
         self._up = torch.zeros(places, rank, sum(outputs.values()), dtype=dtype, device=device)
         self._ranks = torch.zeros(places, dtype=torch.int32, device=device)

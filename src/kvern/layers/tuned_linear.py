@@ -237,11 +237,7 @@ class HopperMethod(TunedMethod):
             known = super().candidates()
             return {most: {None: ways[None]} if most in GATED_ALONE else ways for most, ways in known.items()}
         return {
-            most: {
-                None if shape is None else tuple(shape): partial(self._gated_by, shape)
-                for shape in shapes
-                if can_gate(shape)
-            }
+            most: {_plain(shape): partial(self._gated_by, shape) for shape in shapes if can_gate(shape)}
             for most, shapes in self._candidates.items()
         }
 
@@ -255,17 +251,15 @@ class HopperMethod(TunedMethod):
 
     def _gated_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
         assert self._activation is not None
-        if isinstance(shape, StreamShape):
-            return stream_product(x, self.weight, bias, shape, self.arrived, self._activation)
-        if isinstance(shape, ProductShape):
-            return product(x, self.weight, bias, shape, self._activation)
+        if isinstance(shape, StreamShape | ProductShape):
+            return self._multiply_by(shape, x, bias, self._activation)
         return gated_activation(super()._multiply_by(shape, x, bias), self._activation)
 
-    def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _multiply_by(self, shape: Shape, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         if isinstance(shape, StreamShape):
-            return stream_product(x, self.weight, bias, shape, self.arrived)
+            return stream_product(x, self.weight, bias, shape, self.arrived, activation)
         if isinstance(shape, ProductShape):
-            return product(x, self.weight, bias, shape)
+            return product(x, self.weight, bias, shape, activation)
         return super()._multiply_by(shape, x, bias)
 
 

@@ -143,13 +143,6 @@ class Result:
     seconds: float
 
 
-def uniform_plan(checkpoint: Checkpoint, scheme: Scheme) -> Plan:
-    """Every matrix in one scheme. Raises ConfigError if its groups do not divide one."""
-    plan = dict.fromkeys(checkpoint.matrices, scheme)
-    check_plan(checkpoint, plan)
-    return plan
-
-
 def check_plan(checkpoint: Checkpoint, plan: Plan) -> None:
     """Raises ConfigError for names that are no matrices, and groups that do not divide."""
     if not plan:

@@ -352,7 +352,7 @@ def _adapt(
     if shape is not None:
         parts = (128,) * len(parts)
     places, outputs = inputs.adapter_places, sum(parts)
-    rank = -(-inputs.adapter_rank // adapters.CHUNK) * adapters.CHUNK
+    rank = -(-inputs.adapter_rank // adapters.CHUNK.value) * adapters.CHUNK.value
     x, out = inputs.numbers(rows, hidden), inputs.numbers(rows, outputs)
     down = inputs.numbers(places, len(parts), rank, hidden, deviation=hidden**-0.5)
     up = inputs.numbers(places, rank, outputs)
