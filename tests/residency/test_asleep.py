@@ -4,12 +4,15 @@ import asyncio
 import os
 import random
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kvern import EngineConfig, SamplingParams
 from kvern.residency.keeper import Keeper, memory_of
@@ -98,6 +101,29 @@ def test_adapters_come_and_go_while_their_model_is_asleep(tiny_model: Path, tmp_
             assert [await answer(client, name) for name in (None, "one")] == [plain, one]
             await client.adapters.load("three", folders[1])
             assert await answer(client, "three", sleep_after=5) == two
+
+    asyncio.run(run())
+
+
+def test_weights_that_were_replaced_are_those_after_a_sleep(tiny_model: Path, tmp_path: Path) -> None:
+    new = shutil.copytree(tiny_model, tmp_path / "new")
+    weights = load_file(new / "model.safetensors")
+    save_file({name: weight + 0.1 * torch.randn_like(weight) for name, weight in weights.items()}, new / "new")
+    (new / "new").replace(new / "model.safetensors")
+
+    async def run() -> None:
+        async with EngineClient(EngineConfig(str(tiny_model), **OPTIONS)) as client:
+            first = await answer(client)
+            assert await answer(client, sleep_after=5) == first
+            version = await client.replicas.weights.update(str(new), keep=False)
+            expected = await answer(client)
+            assert expected != first
+            assert await answer(client, sleep_after=5) == expected
+            assert await client.sleep()
+            os.kill(engine_pids(client)[0], signal.SIGKILL)
+            await client.start()
+            assert await answer(client) == expected
+            assert next(iter(client.replicas)).weights.version == version
 
     asyncio.run(run())
 

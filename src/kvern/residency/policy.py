@@ -282,7 +282,8 @@ class Residency:
         if (needed := model.footprint.awake) + pinned > self.memory:
             beside = f" beside {_size(pinned)} of models that are pinned" if pinned else ""
             reason = f"it takes {_size(needed)}{beside}, and all models may take {_size(self.memory)}"
-            decision.refused[model.name] = f"{reason}: raise models_memory, or use a smaller model"
+            advice = "raise models_memory, lower kv_cache_tokens, or use a smaller model"
+            decision.refused[model.name] = f"{reason}: {advice}"
             self.failed(model.name, now)
             return True
         lacking = self.held - model.held + needed - self.memory
