@@ -218,7 +218,7 @@ async def soak(
             process.terminate()
             code = await asyncio.to_thread(process.wait, 60)
     levels = {"memory_mb": run.memory, "engine_memory_mb": run.engine_memory, "files_mb": run.files}
-    found = {
+    level_figures = {
         f"{name}_{when}": round(samples[place] / 2**20, 1)
         for name, samples in levels.items()
         for when, place in (("after_a_tenth", max(1, len(samples) // 10)), ("at_the_end", -1))
@@ -229,7 +229,7 @@ async def soak(
         "wrong": run.wrong,
         "left": left,
         "restarts": figures["engine_restarts_total"],
-        **found,
+        **level_figures,
         "tier_hit_tokens": hits,
         "exit_code": code,
     }
