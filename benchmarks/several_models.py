@@ -1,0 +1,156 @@
+"""Models that wake and make way: seconds to an answer of one token, by the state in which a request finds its model.
+
+    python benchmarks/several_models.py --output benchmarks/results/several-models-cpu.json
+    python benchmarks/several_models.py --model kvern-12m --models 5 --memory 1.15GB --requests 60
+
+Starts `kvern serve` with as many models as `--models`, all of the same checkpoint, and asks them in random order. Says
+what requests took by the state that the server reported before, what `sleep` took, and the memory of all engines' own
+pages (PSS) awake and asleep.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from rich.console import Console
+from rich.table import Table
+
+ENGINE = "kvern.serving.process"
+KEY = "admin:secret"
+WAKES = 20
+"""Times that one model is put to sleep and woken, while memory is free."""
+
+
+def engine_memory(server: int) -> int:
+    """Bytes of the memory of a server's engines, each page shared among those that have it."""
+    total = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == server and ENGINE in (path / "cmdline").read_text():
+                found = re.search(r"Pss: +(\d+)", (path / "smaps_rollup").read_text())
+                total += int(found[1]) * 1024 if found else 0
+        except OSError:  # others end meanwhile
+            continue
+    return total
+
+
+class Models:
+    """Several models of one server."""
+
+    def __init__(self, http: httpx2.Client, names: list[str], server: int) -> None:
+        self.http = http
+        self.names = names
+        self.server = server
+
+    def states(self) -> dict[str, str]:
+        """The state of each."""
+        return {entry["id"]: entry["state"] for entry in self.http.get("/v1/models").json()["data"]}
+
+    def ask(self, name: str) -> float:
+        """Returns the seconds of an answer of one token."""
+        began = time.perf_counter()
+        body = {"model": name, "prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}
+        self.http.post("/v1/completions", json=body).raise_for_status()
+        return time.perf_counter() - began
+
+    def sleep(self, name: str) -> float:
+        """Returns the seconds until a model is asleep."""
+        began = time.perf_counter()
+        self.http.post(f"/v1/models/{name}/sleep").raise_for_status()
+        return time.perf_counter() - began
+
+    def switches(self, requests: int, dice: random.Random) -> dict[str, list[float]]:
+        """Seconds of requests to models in random order, by the state of each before."""
+        found = defaultdict(list)
+        for _ in range(requests):
+            name = dice.choice(self.names)
+            state = self.states()[name]
+            found[state].append(self.ask(name))
+        return found
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the first model's engine, awake and asleep, if all others are cold."""
+        for name in self.names[1:]:
+            self.http.post(f"/v1/models/{name}/unload").raise_for_status()
+        self.ask(self.names[0])
+        awake = engine_memory(self.server)
+        self.sleep(self.names[0])
+        return awake, engine_memory(self.server)
+
+
+def measured(options: argparse.Namespace) -> dict[str, Any]:
+    """Starts the server and asks it."""
+    names = [f"model-{number}" for number in range(options.models)]
+    command = [sys.executable, "-m", "kvern", "serve", "--port", "0", "--threads", "1", "--device", "cpu"]
+    command += ["--kv-cache-tokens", "2048", "--models-memory", options.memory, "--api-key", f"{KEY} admin=1"]
+    command += [word for name in names for word in ("--model", f"{name}={options.model}")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        url = next(found[1] for line in process.stderr if (found := re.search(r"(http://[\d.]+:\d+)", line)))
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # its log must not fill the pipe
+        headers = {"Authorization": f"Bearer {KEY.partition(':')[2]}"}
+        with httpx2.Client(base_url=url, timeout=120, headers=headers) as http:
+            models = Models(http, names, process.pid)
+            dice = random.Random(options.seed)
+            for name in names:  # all have been awake once
+                models.ask(name)
+            found = models.switches(options.requests, dice)
+            turns = [(models.sleep(names[0]), models.ask(names[0])) for _ in range(WAKES)]
+            awake, asleep = models.memory()
+    finally:
+        process.terminate()
+        process.wait(60)
+    return {
+        "model": options.model,
+        "models": options.models,
+        "models_memory": options.memory,
+        "seconds_by_state": {state: spread(seconds) for state, seconds in sorted(found.items())},
+        "seconds_to_sleep": spread([slept for slept, _ in turns]),
+        "seconds_of_a_wake_that_nobody_makes_way_for": spread([woken for _, woken in turns]),
+        "engine_gb_awake": round(awake / 1e9, 3),
+        "engine_gb_asleep": round(asleep / 1e9, 3),
+    }
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """The number of measurements, their least, median, 90th percentile and most."""
+    ordered = sorted(seconds)
+    places = {"least": 0, "p90": int(0.9 * (len(ordered) - 1)), "most": -1}
+    found = {name: round(ordered[place], 4) for name, place in places.items()}
+    return {"count": len(ordered), "median": round(statistics.median(ordered), 4), **found}
+
+
+def main() -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="kvern-12m", help="the checkpoint of all (kvern-12m)")
+    parser.add_argument("--models", type=int, default=5, help="how many (5)")
+    parser.add_argument("--memory", default="1.15GB", help="for all models, as --models-memory (1.15GB)")
+    parser.add_argument("--requests", type=int, default=60, help="in random order (60)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order (0)")
+    parser.add_argument("--output", type=Path, help="file for the result, JSON")
+    options = parser.parse_args()
+    result = measured(options)
+    table = Table("what", "figure")
+    for name, value in result.items():
+        table.add_row(name, json.dumps(value))
+    Console().print(table)
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
