@@ -81,6 +81,13 @@ class SleepingMemory:
         """Brings the contents back."""
         self._in_threads(self._read)
 
+    def forget(self, tensors: Sequence[Tensor]) -> None:
+        """Leave the memory of tensors alone from now on, which may be freed."""
+        gone = {_pages(*found).address for tensor in tensors if (found := _storage(tensor)) is not None}
+        ids = {id(tensor) for tensor in tensors}
+        self._kept = [span for span in self._kept if span.address not in gone]
+        self._held = [tensor for tensor in self._held if id(tensor) not in ids]
+
     def _in_threads(self, work: Callable[[Span], None]) -> None:
         with ThreadPoolExecutor(torch.get_num_threads(), "kvern-memory") as pool:
             for _ in pool.map(work, [piece for span in self._kept for piece in span.cut(PIECE_BYTES)]):

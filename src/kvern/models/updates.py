@@ -11,6 +11,7 @@ from kvern.errors import InvalidWeights, KvernError
 from kvern.io.files import reason
 from kvern.models.checkpoint import StoredTensor, checkpoint_files, is_equal, read_header, read_headers
 from kvern.request.weights import WeightSource
+from kvern.spec.model import ModelSpec
 
 SHOWN = 5
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -19,37 +20,45 @@ HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 class UpdatedTensors(NamedTuple):
     """The tensors of a model's folder with the newer ones in their places.
 
-    `is_whole` and `stamp` as in `WeightsFound`.
+    `is_whole`, `stamp` and `names` as in `WeightsFound`.
     """
 
     stored: list[StoredTensor]
     is_whole: bool
     stamp: str
+    names: str
 
 
 def updated_tensors(
-    folder: Path, sources: Sequence[WeightSource], harmless: "re.Pattern[str]", tied: bool
+    folder: Path, sources: Sequence[WeightSource], harmless: "re.Pattern[str]", spec: ModelSpec
 ) -> UpdatedTensors:
     """The tensors of a folder, those of each source in the places of earlier ones.
 
-    harmless  names of tensors that a source may have beside those of the folder: they follow from the configuration
-    tied      the output layer is that of the embeddings: one that a source has must be equal
-    Raises InvalidWeights.
+    `harmless` are names of tensors that follow from the configuration. Where the output layer is that of the
+    embeddings, one that a source has must be equal. Raises InvalidWeights.
     """
+    passed_over = re.compile("|".join((harmless.pattern, *spec.ignored)))
     stored = {tensor.name: tensor for tensor in read_headers(folder)}
     *earlier, newest = sources
     stamp = stamp_of(Path(newest.path))
-    tensors = _checked(newest.path, stored, harmless)
-    is_whole = stored.keys() <= {tensor.name for tensor in tensors}
+    tensors = _checked(newest.path, stored, passed_over)
+    own = {tensor.name for tensor in tensors} & stored.keys()
+    is_whole = all(name in own or harmless.search(name) for name in stored)
+    names = hashlib.blake2b(repr(sorted(own)).encode(), digest_size=16).hexdigest()
     merged = dict(stored)
     for source in [] if is_whole else earlier:
+        if source.names == names:
+            continue
         _check_stamp(source, stamp_of(Path(source.path)))
-        merged |= {tensor.name: tensor for tensor in _checked(source.path, stored, harmless) if tensor.name in stored}
+        merged |= {
+            tensor.name: tensor for tensor in _checked(source.path, stored, passed_over) if tensor.name in stored
+        }
     _check_stamp(newest, stamp)
     merged |= {tensor.name: tensor for tensor in tensors if tensor.name in stored}
-    if tied:
+    if spec.tie_word_embeddings:
         _check_head(newest.path, tensors, merged)
-    return UpdatedTensors(sorted(merged.values(), key=lambda tensor: (tensor.file, tensor.begin)), is_whole, stamp)
+    ordered = sorted(merged.values(), key=lambda tensor: (tensor.file, tensor.begin))
+    return UpdatedTensors(ordered, is_whole, stamp, names)
 
 
 def stamp_of(path: Path) -> str:

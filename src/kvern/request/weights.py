@@ -6,11 +6,12 @@ import msgspec
 class WeightSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A folder with safetensors files, or one such file, that has all tensors of a model or some.
 
-    `stamp`: that of `WeightsFound`, which its files must still have; empty: any.
+    `stamp`: that of `WeightsFound`, which its files must still have; empty: any. `names`: likewise.
     """
 
     path: str
     stamp: str = ""
+    names: str = ""
 
 
 class WeightsFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -20,12 +21,14 @@ class WeightsFound(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_refused  the engine cannot change its weights, whatever they are
     is_whole    the last source has all tensors: earlier ones count for nothing
     stamp       names the sizes and times of the last source's files
+    names       a digest of the names of its tensors: an earlier source with the same ones counts for nothing
     """
 
     error: str | None = None
     is_refused: bool = False
     is_whole: bool = False
     stamp: str = ""
+    names: str = ""
 
 
 def weights_prefix(version: str) -> bytes:

@@ -86,6 +86,7 @@ class Executor:
 
     def sleep(self) -> None:
         """Give back the memory of weights and caches until `wake`; what is cached is lost. Raises OSError."""
+        self.weights.settle()
         self._worker.sleeping.leave()
 
     def wake(self) -> None:

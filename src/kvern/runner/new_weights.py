@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from kvern.config import EngineConfig
-from kvern.cpu.cores import available_memory
+from kvern.cpu.cores import available_memory, processes_here
 from kvern.drafting.models.choice import OWN_LAYER
 from kvern.errors import ConfigError, InvalidWeights, KvernError, in_a_line
 from kvern.layers.adapted_linear import AdaptedLinear
 from kvern.models.checkpoint import StoredTensor, gguf_file
 from kvern.models.loader import HARMLESS, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.updates import updated_tensors
+from kvern.models.updates import stamp_of, updated_tensors
 from kvern.models.weighted import WeightedModel
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.plan import EIGHT_BIT
@@ -32,6 +32,8 @@ from kvern.spec.model import ModelSpec
 if TYPE_CHECKING:
     from kvern.runner.loaded_model import LoadedModel
 
+SPARE_BYTES = 512 << 20
+"""Memory of a GPU that stays for steps."""
 OF_STEPS = {"expert_counts", "earlier", "_inputs"}
 """Attributes of models that steps fill."""
 TABLES_OF_PARTS = {"_modules", "_parameters", "_buffers"}
@@ -66,6 +68,8 @@ class NewWeights:
         self._replaced: list[tuple[object, str, Tensor]] = []
         """Tensors in a library's own format, which is not copied into: by the object that has each, and its name."""
         self._known: dict[int, object] = {}
+        self._storages: set[int] = set()
+        """The memory of tensors that are copied over: views of it have new numbers, too."""
         self._alone: list[tuple[str, object]] = []
 
     def pair(self, old: WeightedModel, new: WeightedModel) -> None:
@@ -75,19 +79,26 @@ class NewWeights:
         """
         self._pair(old, new, type(old).__name__)
         for place, value in self._alone:
-            if any(id(tensor) not in self._known for tensor in _tensors_in(value, set())):
+            if any(not self._is_made_anew(tensor) for tensor in _tensors_in(value, set())):
                 raise InvalidWeights(
                     f"{place} keeps numbers of the weights that cannot be made anew beside it: restart"
                 )
         self._alone.clear()
 
+    def _is_made_anew(self, tensor: Tensor) -> bool:
+        if id(tensor) in self._known:
+            return True
+        return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._storages
+
     @torch.inference_mode()
-    def take(self) -> None:
-        """Let steps compute with these weights from now on."""
+    def take(self) -> list[Tensor]:
+        """Let steps compute with these weights from now on; returns the tensors that are used no longer."""
         for old, new in self._copies:
             old.copy_(new, non_blocking=True)
+        gone = [getattr(owner, name) for owner, name, _ in self._replaced]
         for owner, name, new in self._replaced:
             setattr(owner, name, new)
+        return gone
 
     def _pair(self, old: Any, new: Any, place: str) -> None:
         if old is new or id(old) in self._known:
@@ -96,29 +107,43 @@ class NewWeights:
             old = old.base
         if isinstance(old, float) and old != new:
             raise InvalidWeights(f"{place} is {old:g}, and with these weights {new:g}: restart with them")
-        if isinstance(old, Tensor):
+        if old is None:
+            self._check_empty(new, place)
+        elif isinstance(old, Tensor):
             self._pair_tensors(old, new, place)
         elif type(old) is not type(new):
             self._alone.append((place, old))
         else:
             self._known[id(old)] = old
-            parts, others = _parts(old), _parts(new)
+            parts, others = dict(_parts(old)), dict(_parts(new))  # steps may add to the former meanwhile
+            for name in others.keys() - parts.keys() - OF_STEPS:
+                self._check_empty(others[name], f"{place}.{name}")
             for name, value in parts.items():
                 if name in OF_STEPS:
                     continue
                 within = place if name in TABLES_OF_PARTS else f"{place}.{name}"
                 if name not in others:
                     self._alone.append((within, value))
-                elif isinstance(value, Tensor) and value.layout != torch.strided:
+                elif isinstance(value, Tensor) and value.layout != torch.strided and hasattr(old, "__dict__"):
                     self._known[id(value)] = value
                     self._replaced.append((old, name, others[name]))
                 else:
                     self._pair(value, others[name], within)
 
+    @staticmethod
+    def _check_empty(new: Any, place: str) -> None:
+        """Raise InvalidWeights for tensors in a place where the model of steps has none."""
+        if any(True for _ in _tensors_in(new, set())):
+            raise InvalidWeights(f"{place} is not there in the served model, and with these weights it is: restart")
+
     def _pair_tensors(self, old: Tensor, new: Any, place: str) -> None:
-        if not isinstance(new, Tensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
+        forms = [(one.shape, one.dtype, one.layout) if isinstance(one, Tensor) else None for one in (old, new)]
+        if forms[0] != forms[1] or old.layout != torch.strided:
             raise InvalidWeights(f"{place} is stored in another form than these weights: restart with them")
+        if any(not step and size > 1 for step, size in zip(old.stride(), old.shape, strict=True)):
+            raise InvalidWeights(f"{place} has the same memory in several places, which is not copied into: restart")
         self._known[id(old)] = old
+        self._storages.add(old.untyped_storage().data_ptr())
         self._copies.append((old, new))
 
 
@@ -157,22 +182,26 @@ def _tensors_in(value: Any, known: set[int]) -> Iterator[Tensor]:
 
 
 def read_weights(
-    folder: Path, spec: ModelSpec, sources: Sequence[WeightSource], load: LoadBeside, *, on_host: bool
+    folder: Path,
+    spec: ModelSpec,
+    sources: Sequence[WeightSource],
+    load: LoadBeside,
+    check_memory: Callable[[Path], None],
 ) -> NewWeights:
-    """Check new weights of the model in a folder, and load them beside the ones that steps use, in host memory or not.
+    """Check new weights of the model in a folder, and load them beside the ones that steps use.
 
+    `check_memory` raises InvalidWeights if there is none for those at a path.
     Raises InvalidWeights, or ConfigError if this model cannot change its weights.
     """
     if gguf_file(folder) is not None:
         raise ConfigError("a model of a GGUF file cannot change its weights while it runs: restart it with them")
     newest = Path(sources[-1].path)
     harmless = "|".join((*HARMLESS, *((TIED_HEAD,) if spec.tie_word_embeddings else ())))
-    updated = updated_tensors(folder, sources, re.compile(harmless), spec.tie_word_embeddings)
+    updated = updated_tensors(folder, sources, re.compile(harmless), spec)
     if newest.is_dir() and (newest / "config.json").exists():
         _check_config(newest, folder)
-    if on_host:
-        _check_memory(newest, sum(tensor.nbytes for tensor in updated.stored))
-    found = NewWeights(WeightsFound(is_whole=updated.is_whole, stamp=updated.stamp))
+    check_memory(newest)
+    found = NewWeights(WeightsFound(is_whole=updated.is_whole, stamp=updated.stamp, names=updated.names))
     try:
         for old, new in load(updated.stored):
             found.pair(old, new)
@@ -182,26 +211,41 @@ def read_weights(
         ) from None
     except KvernError as error:
         raise error if isinstance(error, InvalidWeights) else InvalidWeights(f"{newest}: {error}") from None
+    if stamp_of(newest) != updated.stamp:
+        raise InvalidWeights(f"{newest} was changed while it was read: write the files before, then try again")
     return found
 
 
 def _check_config(path: Path, folder: Path) -> None:
     """Raise InvalidWeights if `config.json` beside new weights describes another model than that of the folder."""
     try:
-        found, served = (spec_from_config(read_config(place)) for place in (path, folder))
+        configs = [read_config(place) for place in (path, folder)]
+        found, served = map(spec_from_config, configs)
     except KvernError as error:
         raise InvalidWeights(str(error)) from None
     names = [name for name in vars(served) if name != "dtype" and getattr(found, name) != getattr(served, name)]
+    stored = [config.get("quantization_config") for config in configs]
+    names += [] if stored[0] == stored[1] else ["quantization_config"]
     if names:
         raise InvalidWeights(
             f"{path / 'config.json'} describes another model than is served: {', '.join(names)} differ"
         )
 
 
-def _check_memory(path: Path, weight_bytes: int) -> None:
-    free = available_memory()
+def check_memory(path: Path, weight_bytes: int, device: torch.device, engines: int) -> None:
+    """Raise InvalidWeights if there is no memory for the weights of a path, of so many bytes, beside those of steps.
+
+    `engines`: processes of this machine that read as many at the same time, in the host's memory.
+    """
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + reserved - SPARE_BYTES
+        advice = "lower gpu_memory_share"
+    else:
+        weight_bytes *= processes_here(engines)
+        free, advice = available_memory(), "end other programs"
     if weight_bytes > free:
         raise InvalidWeights(
-            f"the weights of {path} take {weight_bytes / 1e9:.1f} GB beside those of steps, and {free / 1e9:.1f} GB "
-            "are free: end other programs, or restart with them"
+            f"the weights of {path} take {weight_bytes / 1e9:.1f} GB beside those of steps, and "
+            f"{max(free, 0) / 1e9:.1f} GB are free: {advice}, or restart with them"
         )

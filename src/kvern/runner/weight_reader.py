@@ -1,8 +1,9 @@
 """New weights of a rank: read in a thread beside steps, then taken between two of them, or dropped."""
 
+import gc
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from kvern.errors import ConfigError, KvernError, in_a_line
@@ -23,6 +24,8 @@ class WeightReader:
         self._pool: ThreadPoolExecutor | None = None
         self._reading: Future[NewWeights] | None = None
         self._new: NewWeights | None = None
+        self._given_up: Future[NewWeights] | None = None
+        """What the thread still reads, and nobody waits for."""
         self.version = ""
         """The version that is being read, or was read last."""
 
@@ -52,14 +55,32 @@ class WeightReader:
         except Exception as error:  # the fault of these weights alone
             logger.exception("new weights cannot be read")
             return WeightsFound(f"they cannot be read: {in_a_line(error)}")
+        finally:
+            del reading  # its error knows this frame: both would stay, and with them a model
+            if self._new is None:
+                gc.collect()
         return self._new.found
 
     def take(self) -> None:
         """Let steps use what was read."""
         assert self._new is not None, "weights are read before they are taken"
-        self._new.take()
+        replaced = self._new.take()
+        if replaced:
+            self._worker.replaced(replaced)
         self._new = None
+        gc.collect()  # of a device's memory there is none to spare until the collector comes by itself
 
     def drop(self) -> None:
         """Forget what is being read, or was."""
-        self._reading = self._new = None
+        if self._reading is not None and not self._reading.cancel():
+            self._given_up = self._reading
+        if self._reading is not None or self._new is not None:
+            self._reading = self._new = None
+            gc.collect()
+
+    def settle(self) -> None:
+        """Waits until the thread makes no more tensors of what was given up."""
+        if self._given_up is not None:
+            wait([self._given_up])
+            self._given_up = None
+            gc.collect()

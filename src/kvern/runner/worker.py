@@ -392,9 +392,23 @@ class Worker:
         from kvern.runner.new_weights import check_changeable, read_weights
 
         check_changeable(self._config, self._whole, self._loaded)
-        self.__dict__.pop("sleeping", None)  # it would hold what is replaced
-        on_host = self.device.type == "cpu"
-        return read_weights(self._folder, self._whole, sources, self._load_beside, on_host=on_host)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins at the first
+        return read_weights(self._folder, self._whole, sources, self._load_beside, self._check_second)
+
+    def _check_second(self, path: Path) -> None:
+        """Raise InvalidWeights if there is no memory for a second model."""
+        from kvern.runner.new_weights import check_memory
+
+        assert isinstance(self._loaded.decoder, Decoder)
+        towers = [] if self._tower is None else [self._tower]
+        size = sum(model.weight_bytes for model in (self._loaded.decoder, *towers))
+        check_memory(path, size, self.device, self._ranks.processes * self._config.data_parallel_size)
+
+    def replaced(self, tensors: "Sequence[torch.Tensor]") -> None:
+        """Steps use these tensors no longer: what is given back in sleep need not have them."""
+        if (sleeping := self.__dict__.get("sleeping")) is not None:
+            sleeping.forget(tensors)
 
     def _load_beside(self, stored: "Sequence[StoredTensor]") -> "Iterator[tuple[WeightedModel, WeightedModel]]":
         """Models of these tensors, each after the one that steps use. Raises KvernError."""

@@ -23,12 +23,14 @@ class EngineWeights:
     def __init__(self, supervisor: Supervisor) -> None:
         self.supervisor = supervisor
         self.version = self.read = ""
+        self._asked = ""
+        """The version that `_reading` is about."""
         self._reading: asyncio.Future[WeightsFound] | None = None
         self._taking: asyncio.Future[None] | None = None
 
     async def load(self, version: str, sources: Sequence[WeightSource]) -> WeightsFound:
         """Have the engine read weights beside its own. Raises InvalidWeights, ConfigError or EngineDied."""
-        self._reading = asyncio.get_running_loop().create_future()
+        self._reading, self._asked = asyncio.get_running_loop().create_future(), version
         self.supervisor.send(ReadWeights(version, list(sources)))
         found = _checked(await self._reading)
         self.read = version
@@ -47,9 +49,10 @@ class EngineWeights:
         self.supervisor.send(DropWeights())
 
     def hear(self, message: WeightsRead | WeightsTaken) -> None:
-        """The engine has read weights, or cannot, or uses them."""
-        if isinstance(message, WeightsRead) and self._reading is not None and not self._reading.done():
-            self._reading.set_result(message.found)
+        """The engine has read weights, or cannot, or uses them. What is said of an update that was given up is late."""
+        if isinstance(message, WeightsRead):
+            if message.version == self._asked and self._reading is not None and not self._reading.done():
+                self._reading.set_result(message.found)
         elif isinstance(message, WeightsTaken) and self._taking is not None and not self._taking.done():
             self._taking.set_result(None)
 
@@ -113,8 +116,8 @@ class ClientWeights:
         try:
             await self._until_available()
             found = await self._load(version, [*self._sources, WeightSource(path)])
-            newest = WeightSource(path, found.stamp)
-            self._sources = [newest] if found.is_whole else [*self._sources, newest]
+            earlier = [] if found.is_whole else [one for one in self._sources if one.names != found.names]
+            self._sources = [*earlier, WeightSource(path, found.stamp, found.names)]
             self.version = version
             self._updates += 1
             await asyncio.gather(*(engine.take(version, keep) for engine in self._engines() if engine.read == version))
@@ -148,6 +151,10 @@ class ClientWeights:
                     raise EngineUnavailable(f"an engine ended while it read weights: {result}; try again", 1.0)
                 if isinstance(result, BaseException):
                     raise result
+                if found is not None and result != found:
+                    raise InvalidWeights(
+                        "the files were changed while they were read: write them before, then try again"
+                    )
                 found = result
         if found is None:
             raise EngineUnavailable("all engines ended while they read weights: try again", 1.0)

@@ -159,6 +159,7 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 runner.idle()
                 rank.ranks.meet(rank.worker.device)
             case LeaveMemory():
+                weights.settle()
                 rank.worker.sleeping.leave()
                 rank.ranks.meet(rank.worker.device)
             case EnterMemory():
