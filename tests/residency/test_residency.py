@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern.residency.policy import LONGEST_SLEEP, STAY, Footprint, Residency, Terms
+from kvern.residency.policy import LEAST_STAY, LONGEST_SLEEP, STAY, Footprint, Residency, State, Terms
 from tests.support.simulated_residency import LeastRecentlyUsed, World, zipf_load, zipf_world
 
 SMALL = Footprint(awake=2, load_seconds=1.0)
@@ -56,15 +56,91 @@ def test_weights_count() -> None:
     assert moves(residency, 30.0) == [("b", "cold")]
 
 
-def test_a_busy_model_stays_for_ten_times_its_wake() -> None:
-    residency = residency_of(2, a=Terms(), b=Terms())
+@pytest.mark.parametrize("seconds", [1.0, 5.0])
+def test_a_busy_model_stays_for_ten_times_its_wake_and_for_prefill(seconds: float) -> None:
+    residency = Residency(2)
+    for name in "ab":
+        residency.add(name, Terms(), Footprint(awake=2, load_seconds=seconds), 0.0)
     residency.asked("a", 0.0)
     assert moves(residency, 0.0) == [("a", "awake")]
     residency.moved("a", 1.0)
     residency.asked("b", 2.0)
     decision = residency.decide(2.0)
-    assert decision.moves == [] and decision.next_at == 1.0 + STAY * SMALL.load_seconds
+    assert decision.moves == [] and decision.next_at == 1.0 + max(STAY * seconds, LEAST_STAY)
     assert moves(residency, decision.next_at) == [("a", "cold")]
+
+
+@pytest.mark.parametrize("prefill", [3.0, 30.0, 100.0])
+def test_two_busy_models_end_requests_of_any_length(prefill: float) -> None:
+    """What a request has not computed to its first token is lost when its model makes way."""
+    residency = Residency(10)
+    for name in "ab":
+        residency.add(name, Terms(), Footprint(awake=8, load_seconds=3.0, asleep=1, wake_seconds=0.2), 0.0)
+        residency.asked(name, 0.0)
+    now, left = 0.0, {"a", "b"}
+    while left and now < 2000:
+        decision = residency.decide(now)
+        for move in decision.moves:
+            now += residency.footprint(move.name).seconds_from(residency.states[move.name])
+            residency.moved(move.name, now)
+        awake = [name for name in left if residency.states[name] == "awake"]
+        turn = prefill if decision.next_at is None else min(prefill, decision.next_at - now)
+        if awake and turn == prefill:
+            residency.ended(awake[0], now + turn)
+            left.remove(awake[0])
+        now += 0.0 if decision.moves and not awake else max(turn, 0.001)
+    assert not left
+
+
+def test_models_that_wait_asleep_make_way_for_the_first() -> None:
+    """Also for one that takes more asleep than was estimated."""
+    residency = Residency(8300)
+    first = Footprint(8000, 3.0, 200, 0.3)
+    for name in "ab":
+        residency.add(name, Terms(), first, 0.0)
+    residency.asked("a", 0.0)
+    assert moves(residency, 0.0) == [("a", "awake")]
+    residency.moved("a", 1.0)
+    residency.asked("b", 2.0)
+    assert moves(residency, 30.0) == [("a", "asleep")]
+    residency.moved("a", 31.0, Footprint(8000, 3.0, 350, 0.3))
+    assert moves(residency, 31.0) == [("a", "cold")]
+    residency.moved("a", 32.0)
+    assert moves(residency, 32.0) == [("b", "awake")]
+
+
+def test_a_process_that_is_lost_in_its_sleep_leaves_no_order() -> None:
+    residency = Residency(10)
+    residency.add("a", Terms(), Footprint(8, 3.0, 1, 0.3), 0.0)
+    awake(residency, "a", 0.0)
+    residency.dismiss("a")
+    assert moves(residency, 2.0) == [("a", "asleep")]
+    assert residency.lost("a") is None, "its move ends otherwise"
+    residency.moved("a", 3.0)
+    lost = residency.lost("a")
+    assert lost is not None and (lost.name, lost.state) == ("a", "cold")
+    residency.asked("a", 4.0)
+    residency.moved("a", 4.0)
+    assert moves(residency, 4.0) == [("a", "awake")]
+    residency.moved("a", 7.0)
+    residency.ended("a", 8.0)
+    assert moves(residency, 8.0) == [] and residency.states["a"] == "awake"
+
+
+@pytest.mark.parametrize("reached", ["asleep", "cold"])
+def test_an_order_ends_when_it_is_carried_out(reached: State) -> None:
+    """Also if a request came meanwhile, which wakes the model, or if it cannot be asleep."""
+    residency = Residency(10)
+    residency.add("a", Terms(), Footprint(8, 3.0, 1, 0.3), 0.0)
+    awake(residency, "a", 0.0)
+    residency.dismiss("a")
+    assert moves(residency, 2.0) == [("a", "asleep")]
+    residency.asked("a", 2.5)
+    residency.moved("a", 3.0, state=reached)
+    assert residency.states["a"] == reached and moves(residency, 3.0) == [("a", "awake")]
+    residency.moved("a", 4.0)
+    residency.ended("a", 5.0)
+    assert moves(residency, 5.0) == []
 
 
 def test_an_idle_model_makes_way_after_the_time_of_a_wake() -> None:

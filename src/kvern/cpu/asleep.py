@@ -73,6 +73,7 @@ class SleepingMemory:
     def leave(self) -> None:
         """Gives the memory back. Raises OSError if the file cannot hold it; then nothing was given back."""
         self._in_threads(self._write)
+        os.fdatasync(self._file.fileno())  # or a full disk would be noticed when the memory is gone
         for span in (*self._kept, *self._emptied):
             _madvise(span.address, span.size, mmap.MADV_DONTNEED)
         _libc.malloc_trim(0)

@@ -192,10 +192,13 @@ class Keeper:
         for name, reason in decision.refused.items():
             self._fail(self._by_name[name], reason)
         for move in decision.moves:
-            task = asyncio.create_task(self._carry_out(move))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(move)
         return decision.next_at
+
+    def _begin(self, move: Move) -> None:
+        task = asyncio.create_task(self._carry_out(move))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _carry_out(self, move: Move) -> None:
         resident = self._by_name[move.name]
@@ -208,6 +211,8 @@ class Keeper:
             logger.exception("model %s did not become %s", resident.name, move.state)
         finally:
             self._news.set()
+        if self._reserve is None and self._closed is None and "cold" in self.residency.states.values():
+            self._reserve = EngineChild()
 
     async def _wake(self, resident: Resident) -> None:
         began = time.monotonic()
@@ -249,8 +254,6 @@ class Keeper:
         for waiter in resident.waiting:
             if not waiter.done():
                 waiter.set_result(None)
-        if self._reserve is None and "cold" in self.residency.states.values():
-            self._reserve = EngineChild()
 
     async def _start(self, client: EngineClient, again: bool, slept: bool) -> None:
         """Starts a model's engines, or wakes them if they `slept`.
@@ -275,24 +278,22 @@ class Keeper:
                     for replica in client.replicas:
                         await replica.workload.until_ended()
         held = 0
+        reached: State = "cold"
         footprint = self.residency.footprint(resident.name)
         try:
             if state == "cold":
                 await client.rest()
             elif await client.sleep():
-                held = await asyncio.to_thread(memory_of, client, asleep=True)
+                held, reached = await asyncio.to_thread(memory_of, client, asleep=True), "asleep"
                 footprint = replace(footprint, asleep=held)
         finally:
-            self.residency.moved(resident.name, time.monotonic(), footprint)
-            if state == "asleep" and not held:
-                self.residency.dismiss(resident.name, "cold")
+            self.residency.moved(resident.name, time.monotonic(), footprint, reached)
             resident.figures.rests(held)
 
     def _lost(self, resident: Resident) -> None:
         """A model's engine has ended in its sleep: the others end, too, and it is cold."""
-        if self.state(resident) == "asleep":
-            self.residency.dismiss(resident.name, "cold")
-            self._news.set()
+        if (move := self.residency.lost(resident.name)) is not None:
+            self._begin(move)
 
     def _fail(self, resident: Resident, reason: str) -> None:
         """Ends all that wait for a model that cannot be woken."""

@@ -9,7 +9,8 @@ uses any more; the clock of GreedyDual, which ages them by evictions, was simula
 within the time that a wake takes are one visit.
 
 A model that is in use stays awake for `STAY` times its wake at least: two busy models that do not fit together take
-turns, and a tenth of the time goes into wakes. Models that wait are woken in the order of their first request.
+turns, and a tenth of the time goes into wakes. Models that wait are woken in the order of their first request; one that
+waits asleep becomes cold if the first lacks its memory.
 """
 
 import math
@@ -22,6 +23,9 @@ STATES: tuple[State, ...] = ("cold", "asleep", "awake")
 
 STAY = 10.0
 """The least time that a busy model stays awake, in times of its wake."""
+LEAST_STAY, LONGEST_STAY = 20.0, 600.0
+"""The least time in seconds while it has requests, since the prefill that they have begun is lost. It doubles each time
+that none of them ends, up to the latter."""
 HALF_LIFE = 7200.0
 FREQUENT = 3.0
 """Visits, as they have faded, from which on a model is woken before it is asked, if there is memory for it."""
@@ -109,6 +113,9 @@ class _Model:
     visited_at: float = -math.inf
     leaves: State | None = None
     """The state into which it is ordered to go once it has no requests."""
+    stay: float = LEAST_STAY
+    fruitful: bool = False
+    """A request has ended since it was woken."""
     dismissed: bool = False
     """It went to sleep because nobody asked, or by an order: it is not woken before somebody asks."""
     failures: int = 0
@@ -189,6 +196,7 @@ class Residency:
         model = self._models[name]
         model.requests -= 1
         model.used_at = now
+        model.stay, model.fruitful = LEAST_STAY, True
         if not model.requests and not model.terms.pin:
             model.wanted_at = None
         self._forget_orders(model)
@@ -207,19 +215,32 @@ class Residency:
         model.leaves = None if model.terms.pin else state
         self._forget_orders(model)
 
-    def moved(self, name: str, now: float, footprint: Footprint | None = None) -> None:
-        """Ends a move. `footprint`: what was measured."""
+    def moved(self, name: str, now: float, footprint: Footprint | None = None, state: State | None = None) -> None:
+        """Ends a move. `footprint`: what was measured; `state`: the one that was reached, if it is another."""
         model = self._models[name]
         assert model.target is not None, f"{name} does not move"
-        model.state, model.target = model.target, None
+        if model.state == "awake" and model.requests and not model.fruitful:
+            model.stay = min(2 * model.stay, LONGEST_STAY)
+        model.state, model.target = state or model.target, None
         model.footprint = footprint or model.footprint
+        if model.leaves is not None and STATES.index(model.state) <= STATES.index(model.leaves):
+            model.leaves, model.keep_alive = None, model.terms.keep_alive  # requests may have come meanwhile
         if model.state == "awake":
             model.failures = 0
+            model.fruitful = False
             model.awake_since = now
             model.wanted_at = None
         else:
             self._forget_orders(model)
             self._want(model, now)
+
+    def lost(self, name: str) -> Move | None:
+        """Begins the end of a model whose process has ended in its sleep, unless it is being woken, or ended."""
+        model = self._models[name]
+        if model.state != "asleep" or model.target is not None:
+            return None
+        model.target = "cold"
+        return Move(name, "cold")
 
     def postponed(self, name: str, footprint: Footprint) -> None:
         """Ends a wake before it takes memory: the model needs more than was estimated, and waits for that."""
@@ -300,7 +321,7 @@ class Residency:
         """Begins to put models to sleep that free so many bytes, if there are enough of them now."""
         chosen: list[tuple[_Model, State, int]] = []
         for _, model, state in sorted(self._able(wanted, now), key=lambda able: able[0]):
-            until = self._stays_until(model, state) if self._is_busy(model, now) else now
+            until = self._stays_until(model, state) if model.state == "awake" and self._is_busy(model, now) else now
             if until > now:
                 decision.look_at(until)
             elif lacking > 0:
@@ -323,12 +344,12 @@ class Residency:
     ) -> Iterator[tuple[tuple[bool, float, float, bool], _Model, State]]:
         """Yields models that can be put into a lower state: an order, in which the first one makes way, model, state.
 
-        Busy ones come last; then values decide, then the time of the last request.
+        Those that are busy, or wait, come last; then values decide, then the time of the last request.
         """
         for model in self._models.values():
-            if model is wanted or model.terms.pin or model.target is not None or model.wanted_at is not None:
+            if model is wanted or model.terms.pin or model.target is not None:
                 continue
-            busy = model.state == "awake" and self._is_busy(model, now)
+            busy = model.wanted_at is not None or (model.state == "awake" and self._is_busy(model, now))
             least = 0.0  # a model goes to sleep before it becomes cold
             for state in STATES[STATES.index(model.state) :: -1]:
                 if state != model.state and (state == "cold" or model.footprint.asleep is not None):
@@ -349,8 +370,9 @@ class Residency:
     def _stays_until(self, model: _Model, state: State) -> float:
         """Returns when a busy model may be put into a state."""
         seconds = model.footprint.seconds_from(state)
-        stays = model.awake_since + STAY * seconds
-        return stays if model.requests else min(stays, model.used_at + seconds)
+        if model.requests:
+            return model.awake_since + max(STAY * seconds, model.stay)
+        return min(model.awake_since + STAY * seconds, model.used_at + seconds)
 
     def _return_excess(self, decision: Decision, now: float) -> None:
         """Puts the least valuable models to sleep if measured ones take more than was estimated."""

@@ -209,9 +209,10 @@ def serve(
     refusals: list[TokenEvent] = []
     prepares, sleeps = True, False
     while os.getppid() == parent:
-        idle = READING_SECONDS if adapters.busy or weights.busy else HEARTBEAT_SECONDS
+        reads = adapters.busy or weights.busy
+        idle = READING_SECONDS if reads else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
-            if core.has_work or refusals or prepares or sleeps:
+            if core.has_work or refusals or prepares or (sleeps and not reads):
                 idle = 0.0 if refusals or not core.has_work else core.spare_seconds()
             if not socket.poll(int(1000 * idle)):
                 break

@@ -249,6 +249,10 @@ class Supervisor:
                 logger.exception("the supervisor of the engine has a fault; it goes on with another engine")
                 alive = False
                 self.available.clear()
+                if self._falling is not None:  # nobody wants another one: the model is cold
+                    self._fallen(EngineDied("the supervisor of the engine has a fault, which the log tells"))
+                    await self.link.stop()
+                    return None
                 self._wait_longer("the supervisor of the engine has a fault, which the log tells")
 
     async def _listen(self) -> Death | None:
