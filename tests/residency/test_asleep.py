@@ -26,7 +26,7 @@ from tests.support.several_models import OPTIONS, said, served, server_of, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 
-PARAMS = SamplingParams(max_tokens=24, seed=5, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=160, seed=5, ignore_eos=True)
 PROMPT = [5, 9, 17, 33, 2, 81]
 BLOCK = 1 << 20
 
