@@ -20,6 +20,7 @@ from kvern.errors import InvalidWeights
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.models.updates import stamp_of, updated_tensors
+from kvern.models.weighted import WeightedModel
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.new_weights import NewWeights, check_memory, read_weights
 from kvern.runner.weight_reader import WeightReader
@@ -118,11 +119,18 @@ def test_files_that_change_while_they_are_read_are_refused(tiny_model: Path, par
         read_weights(tiny_model, spec, [WeightSource(str(parts["first"]))], load, lambda path: None)
 
 
+class OneWeight(WeightedModel):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.zeros(250))
+
+
 def test_engines_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvern.runner.new_weights.available_memory", lambda: 3000)
-    check_memory(Path("new"), 1000, torch.device("cpu"), engines=3)
+    model = OneWeight()
+    check_memory([model, None], torch.device("cpu"), 3, Path("new"))
     with pytest.raises(InvalidWeights, match="end other programs"):
-        check_memory(Path("new"), 1000, torch.device("cpu"), engines=4)
+        check_memory([model, None], torch.device("cpu"), 4, Path("new"))
 
 
 class Model:
@@ -131,6 +139,8 @@ class Model:
 
 class ReadingWorker:
     """A worker that reads until it is told to end, and then fails."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.began, self.go = threading.Event(), threading.Event()

@@ -232,11 +232,12 @@ def _check_config(path: Path, folder: Path) -> None:
         )
 
 
-def check_memory(path: Path, weight_bytes: int, device: torch.device, engines: int) -> None:
-    """Raise InvalidWeights if there is no memory for the weights of a path, of so many bytes, beside those of steps.
+def check_memory(models: Sequence[object], device: torch.device, engines: int, path: Path) -> None:
+    """Raise InvalidWeights if there is no memory for the weights of a path beside those of `models`, which are alike.
 
     `engines`: processes of this machine that read as many at the same time, in the host's memory.
     """
+    weight_bytes = sum(model.weight_bytes for model in models if isinstance(model, WeightedModel))
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + reserved - SPARE_BYTES

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvern.errors import ConfigError, KvernError, in_a_line
 from kvern.request.weights import WeightsFound, WeightSource
 
@@ -38,7 +40,8 @@ class WeightReader:
         """Begin to read; what was read before is dropped."""
         self.drop()
         self.version = version
-        self._pool = self._pool or ThreadPoolExecutor(1, "kvern-weights")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "kvern-weights", initializer=_use, initargs=(self._worker.device,))
         self._reading = self._pool.submit(self._worker.read_weights, sources)
 
     def answer(self) -> WeightsFound | None:
@@ -64,9 +67,9 @@ class WeightReader:
     def take(self) -> None:
         """Let steps use what was read."""
         assert self._new is not None, "weights are read before they are taken"
-        replaced = self._new.take()
-        if replaced:
-            self._worker.replaced(replaced)
+        gone = self._new.take()
+        if (sleeping := vars(self._worker).get("sleeping")) is not None:
+            sleeping.forget(gone)
         self._new = None
         gc.collect()  # of a device's memory there is none to spare until the collector comes by itself
 
@@ -84,3 +87,9 @@ class WeightReader:
             wait([self._given_up])
             self._given_up = None
             gc.collect()
+
+
+def _use(device: torch.device) -> None:
+    """Let a thread use a device: it begins at the first GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -389,26 +389,12 @@ class Worker:
 
         Raises InvalidWeights, or ConfigError if this engine cannot change its weights.
         """
-        from kvern.runner.new_weights import check_changeable, read_weights
+        from kvern.runner.new_weights import check_changeable, check_memory, read_weights
 
         check_changeable(self._config, self._whole, self._loaded)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # a thread begins at the first
-        return read_weights(self._folder, self._whole, sources, self._load_beside, self._check_second)
-
-    def _check_second(self, path: Path) -> None:
-        """Raise InvalidWeights if there is no memory for a second model."""
-        from kvern.runner.new_weights import check_memory
-
-        assert isinstance(self._loaded.decoder, Decoder)
-        towers = [] if self._tower is None else [self._tower]
-        size = sum(model.weight_bytes for model in (self._loaded.decoder, *towers))
-        check_memory(path, size, self.device, self._ranks.processes * self._config.data_parallel_size)
-
-    def replaced(self, tensors: "Sequence[torch.Tensor]") -> None:
-        """Steps use these tensors no longer: what is given back in sleep need not have them."""
-        if (sleeping := self.__dict__.get("sleeping")) is not None:
-            sleeping.forget(tensors)
+        engines = self._ranks.processes * self._config.data_parallel_size
+        check = partial(check_memory, (self._loaded.decoder, self._tower), self.device, engines)
+        return read_weights(self._folder, self._whole, sources, self._load_beside, check)
 
     def _load_beside(self, stored: "Sequence[StoredTensor]") -> "Iterator[tuple[WeightedModel, WeightedModel]]":
         """Models of these tensors, each after the one that steps use. Raises KvernError."""
