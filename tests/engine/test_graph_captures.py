@@ -111,5 +111,5 @@ class Socket:
 
 def test_an_engine_captures_one_graph_at_a_time_while_nothing_runs() -> None:
     core = Core()
-    serve(Socket(core), core, os.getppid())  # type: ignore[arg-type]
+    serve(Socket(core), core, os.getppid(), None, False, "")  # type: ignore[arg-type]
     assert core.done == ["captures", "step", "step", "captures", "captures", "waits"]

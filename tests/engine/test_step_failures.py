@@ -178,7 +178,7 @@ def test_one_that_cannot_be_queued(tiny_model: Path, monkeypatch: pytest.MonkeyP
         here, there = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
         here.bind("inproc://engine")
         there.connect("inproc://engine")
-        thread = threading.Thread(target=serve, args=(there, core_of(llm), os.getppid()))
+        thread = threading.Thread(target=serve, args=(there, core_of(llm), os.getppid(), None, False, ""))
         thread.start()
         try:
             asks: list[AddRequest] = []

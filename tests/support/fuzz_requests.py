@@ -235,9 +235,9 @@ class Requests:
                 for value in values_for(kinds, thorough):
                     body = self.plain(route)
                     if put(body, schema, path, value):
-                        yield Probe(self._methods[route], route, encoded(body), route)
+                        yield Probe(self._methods[route], _spelled(route), encoded(body), route)
             for value in (*NUMBERS, *TEXTS, *OTHERS):
-                yield Probe(self._methods[route], route, encoded(value), route)
+                yield Probe(self._methods[route], _spelled(route), encoded(value), route)
         yield from self._without_body()
 
     def _without_body(self) -> Iterator[Probe]:
@@ -272,7 +272,7 @@ class Requests:
             for _ in range(chance.choice((2, 2, 3))):
                 path, kinds = chance.choice(found[route])
                 put(body, self.bodies[route], path, self._value(chance, kinds, thorough))
-            yield Probe(self._methods[route], route, encoded(body), route)
+            yield Probe(self._methods[route], _spelled(route), encoded(body), route)
 
     def _value(self, chance: random.Random, kinds: set[str], thorough: bool) -> Any:
         gentle = [value for kind in sorted(kinds) for value in GENTLE.get(kind, ())]
@@ -364,6 +364,11 @@ def send(address: tuple[str, int], probes: Iterable[Probe], findings: Findings, 
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _spelled(route: str) -> str:
+    """The path of a route; the model of one is the server's."""
+    return route.replace("{model}", "kvern-1m")
 
 
 FIXED: dict[str, dict[str, Any]] = {

@@ -197,7 +197,7 @@ def sleep(socket: "zmq.Socket[bytes]", core: EngineLoop, running: str, parent: i
 
 
 def serve(
-    socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, watch: StepWatch, counts: bool, running: str
+    socket: "zmq.Socket[bytes]", core: EngineLoop, parent: int, watch: StepWatch | None, counts: bool, running: str
 ) -> None:
     """Carry out messages and steps, in turns. `counts`: say now and then how many tokens experts have had.
 
@@ -247,7 +247,7 @@ def serve(
         now = time.monotonic()
         rests = worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
-            told = Events(events, core.statistics(), now - started, watch.silence)
+            told = Events(events, core.statistics(), now - started, 0.0 if watch is None else watch.silence)
             if reading is not None and (rests or now - counted >= COUNT_SECONDS):
                 if rests:
                     reading = core.count_experts()  # for which no step is waited for
