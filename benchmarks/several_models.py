@@ -106,7 +106,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             dice = random.Random(options.seed)
             for name in names:  # all have been awake once
                 models.ask(name)
-            found = models.switches(options.requests, dice)
+            switches = models.switches(options.requests, dice)
             turns = [(models.sleep(names[0]), models.ask(names[0])) for _ in range(WAKES)]
             awake, asleep = models.memory()
     finally:
@@ -116,7 +116,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model,
         "models": options.models,
         "models_memory": options.memory,
-        "seconds_by_state": {state: spread(seconds) for state, seconds in sorted(found.items())},
+        "seconds_by_state": {state: spread(seconds) for state, seconds in sorted(switches.items())},
         "seconds_to_sleep": spread([slept for slept, _ in turns]),
         "seconds_of_a_wake_that_nobody_makes_way_for": spread([woken for _, woken in turns]),
         "engine_gb_awake": round(awake / 1e9, 3),

@@ -227,7 +227,7 @@ def test_namespaces_hold(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
         trust(llm)
         for salt, hits in ((b"a", 0), (b"b", 0), (b"a", 40)):
-            monkeypatch.setattr("kvern.request.request.cache_namespace", lambda spec, salt=salt: salt)
+            monkeypatch.setattr("kvern.engine.core.cache_namespace", lambda spec, digest, salt=salt: salt)
             assert answer(llm, PROMPT)[1] == hits
             forget(llm)
         assert figures(llm).hit_tokens == 40
