@@ -361,10 +361,12 @@ V1 = {"memory/memory.limit_in_bytes": str(4 * GIB), "memory/memory.usage_in_byte
     [
         ("0::/", V2, 1, 4),
         ("0::/", V2 | {"memory.stat": f"anon 5\ninactive_file {GIB}"}, 2, 4),
+        ("0::/", V2 | {"memory.stat": f"active_file {GIB - 5}\ninactive_file 5\nshmem 9"}, 2, 4),
         ("0::/a", V2 | {"a/memory.max": "max", "a/memory.current": "5"}, 1, 4),
         ("0::/", V2 | {"memory.current": str(5 * GIB)}, 0, 4),
         ("5:memory:/docker/1", V1, 1, 4),
         ("5:memory:/docker/1", V1 | {"memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}"}, 2, 4),
+        ("5:memory:/a", V1 | {"memory/memory.stat": f"active_file 1\ntotal_active_file {GIB}"}, 2, 4),
         ("0::/", {"memory.max": "max", "memory.current": "5"}, 32, 64),
     ],
 )

@@ -119,8 +119,8 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
         taken = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         if limit.isdecimal() and taken.isdecimal():
-            files = re.findall(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
-            yield int(limit), int(taken) - int(files[-1] if files else 0)  # which are given up for others
+            found = re.findall(r"^(?:total_)?((?:in)?active_file) (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit), int(taken) - sum(map(int, dict(found).values()))  # files are given up for others
     limit_of_process, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit_of_process != resource.RLIM_INFINITY:
         mapped = _read(root / "proc/self/statm").partition(" ")[0] or "0"
