@@ -19,7 +19,7 @@ from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.shelf import Shelf
 from tests.support.families import make_checkpoint
 from tests.support.served import eventually
-from tests.support.tiers import check_hits, figures, tier_of, trust
+from tests.support.tiers import check_hits, figures, tier_of
 
 pytestmark = [
     pytest.mark.gpu,
