@@ -23,7 +23,7 @@ from kvern.config import EngineConfig
 from kvern.cpu.kernel_library import READY_MADE, find_compiler, library_path
 from kvern.cpu.processor import all_isas, usable_isas
 from kvern.observe.exposition import GPU_FIGURES
-from kvern.observe.metrics import KeyFigures, Metrics, Refusals
+from kvern.observe.metrics import KeyFigures, Metrics, ModelFigures, Refusals
 from kvern.server.config import ServerConfig
 from kvern.server.run import CLOSING_SECONDS
 from tests.support.cache_folder import load_kernels
@@ -303,7 +303,7 @@ def test_probes(server: Served, tmp_path: Path) -> None:
 
 def metric_samples() -> dict[str, set[str]]:
     """The names of every metric's samples, by the metric's name."""
-    figures = Metrics("model"), Refusals("model"), KeyFigures("model")
+    figures = Metrics("model"), Refusals("model"), KeyFigures("model"), ModelFigures("model")
     metrics = [(metric.type, metric.name) for one in figures for metric in one.registry.collect()]
     metrics += [("gauge", f"kvern:{name}") for name in GPU_FIGURES]
     return {name: {name + suffix for suffix in SUFFIXES[kind]} for kind, name in metrics}

@@ -1,6 +1,8 @@
 """The keeper's moves with clients that start and rest as told: faults and orders that come in the middle of a move."""
 
 import asyncio
+import contextlib
+import logging
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -13,6 +15,7 @@ from kvern.errors import EngineClosed, EngineUnavailable
 from kvern.residency.keeper import Keeper, Resident
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
+from kvern.residency.pressure import HostMemory, Watch
 from kvern.serving.child import EngineChild, EngineProcess
 from kvern.serving.client import EngineClient
 
@@ -72,9 +75,9 @@ def _clients_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvern.residency.keeper.LOOK_SECONDS", 0.0)
 
 
-def keeper_of(*names: str, terms: Terms = PLAIN) -> Keeper:
+def keeper_of(*names: str, terms: Terms = PLAIN, watch: Watch | None = None) -> Keeper:
     engines = (EngineConfig("kvern-1m", served_model_name=(name,), device="cpu") for name in names)
-    return Keeper([ServedModel(engine, terms) for engine in engines], 1 << 40, None)
+    return Keeper([ServedModel(engine, terms) for engine in engines], 1 << 40, None, watch)
 
 
 def client_of(resident: Resident) -> Client:
@@ -158,3 +161,61 @@ def test_memory_is_read_beside_a_process_whose_name_is_cut_within_a_character() 
         finally:
             child.kill()
             child.forget()
+
+
+class Reserve:
+    """A process in reserve."""
+
+    returncode = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+    def forget(self) -> None:
+        self.calls.append("forget")
+
+
+def test_a_machine_with_little_memory_gets_the_reserve_back_and_idle_models_and_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing but the time that passes makes the keeper look."""
+    monkeypatch.setattr("kvern.residency.pressure.LOOK_SECONDS", 0.001)
+    reserves: list[Reserve] = []
+
+    def start() -> Reserve:
+        reserves.append(Reserve())
+        return reserves[-1]
+
+    monkeypatch.setattr("kvern.residency.keeper.EngineChild", start)
+    host = HostMemory(1 << 40, 1 << 30)
+
+    async def run() -> None:
+        nonlocal host
+        async with keeper_of("one", "two", watch=Watch(lambda: host)) as keeper:
+            [one, two] = keeper.residents
+            await keeper.meet(one)
+            await settle()
+            assert [reserve.calls for reserve in reserves] == [[]], "two is cold"
+            host = HostMemory(1000, 1 << 30)
+            while keeper.state(one) != "cold" or keeper.residency.moving("one"):
+                await asyncio.sleep(0.001)
+            assert [reserve.calls for reserve in reserves] == [["kill", "forget"]]
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            moved = one.figures.registry.get_sample_value("kvern:model_pressure_moves_total", {"model_name": "one"})
+            assert moved == 1
+            with pytest.raises(EngineUnavailable, match=r"model two cannot be woken: .* 0.00 GB of 1.07 GB are free"):
+                await keeper.meet(two)
+            host = HostMemory(1 << 40, 1 << 30)
+            while keeper.state(two) != "awake":
+                with contextlib.suppress(EngineUnavailable):
+                    await keeper.meet(two)
+                await asyncio.sleep(0.001)
+
+    with caplog.at_level(logging.WARNING, "kvern"):
+        asyncio.run(run())
+    [said] = [record.getMessage() for record in caplog.records if "little memory" in record.getMessage()]
+    assert said.endswith("shall stay so: one becomes cold")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern.residency.policy import LEAST_STAY, LONGEST_SLEEP, STAY, Footprint, Residency, State, Terms
-from tests.support.simulated_residency import LeastRecentlyUsed, World, zipf_load, zipf_world
+from tests.support.simulated_residency import LeastRecentlyUsed, World, awake, moves, zipf_load, zipf_world
 
 SMALL = Footprint(awake=2, load_seconds=1.0)
 
@@ -18,17 +18,6 @@ def residency_of(memory: int, **terms: Terms) -> Residency:
     for name, said in terms.items():
         residency.add(name, said, SMALL, 0.0)
     return residency
-
-
-def moves(residency: Residency, now: float) -> list[tuple[str, str]]:
-    return [(move.name, move.state) for move in residency.decide(now).moves]
-
-
-def awake(residency: Residency, name: str, now: float) -> None:
-    residency.asked(name, now)
-    assert moves(residency, now) == [(name, "awake")]
-    residency.moved(name, now + 1)
-    residency.ended(name, now + 1)
 
 
 def test_a_model_is_woken_by_its_request_and_the_least_valuable_one_makes_way() -> None:

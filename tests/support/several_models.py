@@ -11,6 +11,7 @@ from kvern import EngineConfig
 from kvern.residency.keeper import Keeper
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
+from kvern.residency.pressure import Watch
 from kvern.server.app import Server
 from kvern.server.config import ServerConfig
 from kvern.server.keys import KeyRing
@@ -31,9 +32,9 @@ def served(name: str, model: Path | str, *aliases: str, terms: Terms = PLAIN, **
 
 @asynccontextmanager
 async def server_of(
-    models: Sequence[ServedModel], memory: int = MUCH, **options: Any
+    models: Sequence[ServedModel], memory: int = MUCH, watch: Watch | None = None, **options: Any
 ) -> AsyncIterator[tuple[httpx2.AsyncClient, Keeper]]:
-    async with Keeper(models, memory, None) as keeper:
+    async with Keeper(models, memory, None, watch) as keeper:
         config = ServerConfig(api_key=("admin:secret admin=1", "user:word", "nothing:none concurrent=0"), **options)
         app = Server([], config, KeyRing(config), keeper=keeper).app()
         headers = {"authorization": "Bearer secret"}

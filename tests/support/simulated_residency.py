@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvern.residency.policy import Footprint, Residency, Terms
+from kvern.residency.pressure import HostMemory
 
 GIGABYTE = 1 << 30
 
@@ -21,6 +22,30 @@ class LeastRecentlyUsed(Residency):
 
     def _value(self, model: Any, state: str, now: float) -> float:
         return float(model.used_at)
+
+
+@dataclass
+class Machine:
+    """The memory of a machine, of which others take some."""
+
+    total: int
+    others: Sequence[tuple[float, int]]
+    """From when on they take how many bytes, in order of time."""
+    filled: float = 0.0
+    """The share of KV caches that is taken as soon as a model is awake."""
+    takes_early: bool = False
+    """A model that wakes takes its memory at once, and not at the end."""
+
+    def left(self, residency: Residency, now: float) -> HostMemory:
+        taken = next((size for when, size in reversed(self.others) if when <= now), 0)
+        for name, state in residency.states.items():
+            footprint = residency.footprint(name)
+            taken += footprint.bytes_in(state)
+            if state == "awake":
+                taken -= int((1 - self.filled) * footprint.cache)
+            elif self.takes_early and residency.moving(name) == "awake":
+                taken += footprint.needed_from(state)
+        return HostMemory(self.total - taken, self.total)
 
 
 @dataclass
@@ -38,6 +63,10 @@ class World:
     running: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, deque[tuple[float, float]]] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
+    machine: Machine | None = None
+    looks: float = 0.0
+    """The seconds between looks at the machine, until the time of the same name."""
+    looks_until: float = 0.0
 
     def run(self, arrivals: Sequence[tuple[float, str, float]], until: float = float("inf")) -> None:
         """Serve requests: when, for which model, and how long each takes, until all have ended."""
@@ -45,6 +74,8 @@ class World:
         self._events: list[tuple[float, int, str, Any]] = []
         for when, name, seconds in arrivals:
             self._at(when, "arrive", (name, seconds))
+        for number in range(int(self.looks_until / self.looks) if self.looks else 0):
+            self._at(number * self.looks, "look", None)
         self._decide()
         while self._events:
             when, _, kind, what = heapq.heappop(self._events)
@@ -85,11 +116,14 @@ class World:
                 self._at(self.now + seconds, "end", name)
 
     def _decide(self) -> None:
+        if self.machine is not None:
+            self.residency.host = self.machine.left(self.residency, self.now)
         decision = self.residency.decide(self.now)
         self.most_held = max(self.most_held, self.residency.held)
         for move in decision.moves:
             footprint = self.residency.footprint(move.name)
             if move.state == "awake":
+                self._check_wakes()
                 seconds = footprint.seconds_from(self.residency.states[move.name])
                 self.wake_seconds += seconds
             else:
@@ -97,6 +131,7 @@ class World:
                 self.demoted.append((self.now, move.name))
             self._at(self.now + seconds, "moved", (move.name, move.state))
         for name in decision.refused:
+            assert not self.running.get(name), "a request that had begun would fail"
             for _ in self.waiting.pop(name, ()):
                 self.refused[name] = self.refused.get(name, 0) + 1
                 self.residency.ended(name, self.now)
@@ -104,6 +139,27 @@ class World:
             assert decision.next_at > self.now, "a decision that is due at once is due now"
             if not any(kind == "look" and when == decision.next_at for when, _, kind, _ in self._events[:8]):
                 self._at(decision.next_at, "look", None)
+
+    def _check_wakes(self) -> None:
+        """All models that wake fit into what the machine has left."""
+        if (host := self.residency.host) is not None and self.machine is not None and not self.machine.takes_early:
+            states = self.residency.states
+            waking = [name for name in states if self.residency.moving(name) == "awake"]
+            needed = sum(self.residency.footprint(name).needed_from(states[name]) for name in waking)
+            assert needed <= host.spare, (needed, host)
+
+
+def moves(residency: Residency, now: float) -> list[tuple[str, str]]:
+    """The moves of a decision: model and state."""
+    return [(move.name, move.state) for move in residency.decide(now).moves]
+
+
+def awake(residency: Residency, name: str, now: float) -> None:
+    """Wake a model for a request that ends after a second."""
+    residency.asked(name, now)
+    assert moves(residency, now) == [(name, "awake")]
+    residency.moved(name, now + 1)
+    residency.ended(name, now + 1)
 
 
 def zipf_load(models: int, requests: int, seed: int, exponent: float = 1.0) -> list[tuple[float, str, float]]:

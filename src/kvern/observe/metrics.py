@@ -383,6 +383,9 @@ class ModelFigures:
         memory = Gauge("kvern:model_memory_bytes", "Memory of a model that is not cold.", labels, registry=registry)
         wakes = Counter("kvern:model_wakes", "Times that the model was woken.", labels, registry=registry)
         seconds = Counter("kvern:model_wake_seconds", "Seconds that this took, in all.", labels, registry=registry)
+        text = "Times that the model made way because the machine had too little memory left."
+        relieved = Counter("kvern:model_pressure_moves", text, labels, registry=registry)
+        self._relieved = relieved.labels(model)
         self._state, self._memory = state.labels(model), memory.labels(model)
         self._wakes, self._seconds = wakes.labels(model), seconds.labels(model)
 
@@ -397,6 +400,10 @@ class ModelFigures:
         """Notes that the model is asleep and takes so many bytes, or is cold if that is 0."""
         self._state.set(1 if memory else 0)
         self._memory.set(memory)
+
+    def relieves(self) -> None:
+        """Counts that the model makes way for other programs."""
+        self._relieved.inc()
 
 
 class KeyFigures:

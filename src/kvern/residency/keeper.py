@@ -16,7 +16,8 @@ from dataclasses import replace
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
 from kvern.observe.metrics import ModelFigures
 from kvern.residency.options import ServedModel
-from kvern.residency.policy import STATES, Footprint, Move, Residency, State
+from kvern.residency.policy import STATES, Decision, Footprint, Move, Residency, State
+from kvern.residency.pressure import Watch
 from kvern.serving.child import EngineChild, EngineProcess
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
@@ -29,6 +30,8 @@ ASLEEP_BYTES = 200_000_000
 LOADS_TO_WAKES = 10.0
 """Estimates of what an engine takes that is asleep, half of what it does awake at most, and of how many times faster it
 wakes than it loads, until it has."""
+RESERVE_BYTES = 200_000_000
+"""Memory of a process in reserve: it is the first to go when the machine has little left."""
 GRACE_SECONDS = 2.0
 """Seconds in which requests may end before their model is put to sleep; later ones go on when it is woken."""
 
@@ -67,14 +70,21 @@ class Keeper:
     `known` is called with a client when it can make requests, before the first is made.
     """
 
-    def __init__(self, models: Sequence[ServedModel], memory: int, process: EngineProcess | None) -> None:
-        """`process`: one that runs already, for the first model that is woken. Raises ModelNotFound."""
+    def __init__(
+        self, models: Sequence[ServedModel], memory: int, process: EngineProcess | None, watch: Watch | None = None
+    ) -> None:
+        """`process`: one that runs already, for the first model that is woken. `watch`: what tells how much memory the
+        machine has left; None: nobody looks.
+
+        Raises ModelNotFound.
+        """
         self.residency = Residency(memory)
         self.residents = [Resident(model) for model in models]
         self.known: Callable[[EngineClient], None] = lambda client: None
         self._closed: KvernError | None = None
         self._by_name = {resident.name: resident for resident in self.residents}
         self._reserve = process
+        self._watch = watch
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deciding: asyncio.Task[None] | None = None
@@ -101,9 +111,7 @@ class Keeper:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await asyncio.gather(*(one.made.__aexit__() for one in self.residents if one.made is not None))
-        if self._reserve is not None:
-            self._reserve.kill()
-            self._reserve.forget()
+        self._end_reserve()
 
     def find(self, name: object) -> Resident | None:
         """Returns the model of this name, or of the adapter of this name."""
@@ -188,12 +196,36 @@ class Keeper:
                     await self._news.wait()
 
     def _decide(self) -> float | None:
-        decision = self.residency.decide(time.monotonic())
+        now = time.monotonic()
+        if self._watch is not None:
+            self.residency.host = self._watch.look(now)
+        decision = self.residency.decide(now)
         for name, reason in decision.refused.items():
             self._fail(self._by_name[name], reason)
         for move in decision.moves:
             self._begin(move)
+        if self._watch is not None:
+            self._relieve(self._watch, decision, now)
+            decision.look_at(self._watch.next_at)
         return decision.next_at
+
+    def _relieve(self, watch: Watch, decision: Decision, now: float) -> None:
+        """Gives back the process in reserve, and tells of models that make way, if the machine has little memory."""
+        if self.residency.host is None or self.residency.host.spare >= 0:
+            return
+        self._end_reserve()
+        relieving = [move for move in decision.moves if move.relieves]
+        for move in relieving:
+            self._by_name[move.name].figures.relieves()
+        going = ", ".join(f"{move.name} becomes {move.state}" for move in relieving)
+        if going or not any(self.residency.moving(name) for name in self._by_name):
+            watch.warn(now, going or "no idle model can make way: end other programs, or lower models_memory")
+
+    def _end_reserve(self) -> None:
+        if self._reserve is not None:
+            self._reserve.kill()
+            self._reserve.forget()
+            self._reserve = None
 
     def _begin(self, move: Move) -> None:
         task = asyncio.create_task(self._carry_out(move))
@@ -210,9 +242,12 @@ class Keeper:
         except Exception:
             logger.exception("model %s did not become %s", resident.name, move.state)
         finally:
+            if self._watch is not None:
+                self._watch.renew()
             self._news.set()
+        spare = RESERVE_BYTES if self.residency.host is None else self.residency.host.spare
         if self._reserve is None and self._closed is None and "cold" in self.residency.states.values():
-            self._reserve = EngineChild()
+            self._reserve = EngineChild() if spare >= RESERVE_BYTES else None
 
     async def _wake(self, resident: Resident) -> None:
         began = time.monotonic()
@@ -235,7 +270,8 @@ class Keeper:
             else:
                 held = await asyncio.to_thread(memory_of, client)
                 asleep = min(held // 2, ASLEEP_BYTES) if client.sleeps else None
-                footprint = Footprint(held, seconds, asleep, seconds / LOADS_TO_WAKES)
+                cache = sum(link.ready.cache_bytes for link in _links(client))
+                footprint = Footprint(held, seconds, asleep, seconds / LOADS_TO_WAKES, cache)
             if resident.client is None:
                 self.known(client)
         except Exception as error:

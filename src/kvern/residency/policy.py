@@ -11,12 +11,17 @@ within the time that a wake takes are one visit.
 A model that is in use stays awake for `STAY` times its wake at least: two busy models that do not fit together take
 turns, and a tenth of the time goes into wakes. Models that wait are woken in the order of their first request; one that
 waits asleep becomes cold if the first lacks its memory.
+
+Where `host` tells how much memory the machine has left, a model is woken only if its weights fit into that, and while
+less than a floor is left, which other programs may have caused, idle models make way for nobody.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from kvern.residency.pressure import HostMemory
 
 State = Literal["cold", "asleep", "awake"]
 STATES: tuple[State, ...] = ("cold", "asleep", "awake")
@@ -61,10 +66,16 @@ class Footprint:
     """Bytes. None: this model is never asleep."""
     wake_seconds: float = 0.0
     """Seconds from asleep to awake."""
+    cache: int = 0
+    """Those of the bytes awake that are taken as the KV cache fills."""
 
     def bytes_in(self, state: State) -> int:
         """Returns the bytes of memory that it holds in a state."""
         return 0 if state == "cold" else self.awake if state == "awake" else self.asleep or 0
+
+    def needed_from(self, state: State) -> int:
+        """Returns the bytes that a wake takes at once."""
+        return max(0, self.awake - self.cache - self.bytes_in(state))
 
     def seconds_from(self, state: State) -> float:
         """Returns the seconds in which it is awake again."""
@@ -82,6 +93,8 @@ class Move:
 
     name: str
     state: State
+    relieves: bool = False
+    """No other model takes its memory, of which the machine has too little."""
 
 
 @dataclass
@@ -117,7 +130,9 @@ class _Model:
     fruitful: bool = False
     """A request has ended since it was woken."""
     dismissed: bool = False
-    """It went to sleep because nobody asked, or by an order: it is not woken before somebody asks."""
+    """It went to sleep because nobody asked, or by an order, or for other programs: somebody must ask first."""
+    interrupted: bool = False
+    """It was put to sleep while it had requests, which are not to be refused."""
     failures: int = 0
     barred_until: float = -math.inf
 
@@ -132,6 +147,8 @@ class Residency:
 
     def __init__(self, memory: int, half_life: float = HALF_LIFE) -> None:
         self.memory = memory
+        self.host: HostMemory | None = None
+        """What the machine has left at the time of a decision; None: it does not matter."""
         self._half_life = half_life
         self._models: dict[str, _Model] = {}
 
@@ -197,6 +214,7 @@ class Residency:
         model.requests -= 1
         model.used_at = now
         model.stay, model.fruitful = LEAST_STAY, True
+        model.interrupted = model.interrupted and model.requests > 0
         if not model.requests and not model.terms.pin:
             model.wanted_at = None
         self._forget_orders(model)
@@ -227,7 +245,7 @@ class Residency:
             model.leaves, model.keep_alive = None, model.terms.keep_alive  # requests may have come meanwhile
         if model.state == "awake":
             model.failures = 0
-            model.fruitful = False
+            model.fruitful = model.interrupted = False
             model.awake_since = now
             model.wanted_at = None
         else:
@@ -251,8 +269,11 @@ class Residency:
         """Ends a wake that failed: the model is cold, and is tried again after 1, 2, 4 .. s."""
         model = self._models[name]
         model.state, model.target = "cold", None
-        model.wanted_at = None
         model.leaves, model.keep_alive = None, model.terms.keep_alive
+        self._bar(model, now)
+
+    def _bar(self, model: _Model, now: float) -> None:
+        model.wanted_at = None
         model.barred_until = now + min(LONGEST_WAIT, 2.0 ** min(model.failures, MOST_DOUBLINGS))
         model.failures += 1
 
@@ -268,6 +289,7 @@ class Residency:
 
     def _decided(self, decision: Decision, now: float) -> Decision:
         self._return_excess(decision, now)
+        self._relieve(decision, now)
         self._expire(decision, now)
         for model in sorted(self._models.values(), key=lambda one: (one.wanted_at is None, one.wanted_at)):
             if model.state == "awake" or model.target is not None:
@@ -293,9 +315,10 @@ class Residency:
         if wanted and model.state != "awake" and model.wanted_at is None and model.barred_until <= now:
             model.wanted_at = now
 
-    def _begin(self, model: _Model, state: State, decision: Decision) -> None:
+    def _begin(self, model: _Model, state: State, decision: Decision, relieves: bool = False) -> None:
         model.target = state
-        decision.moves.append(Move(model.name, state))
+        model.interrupted = model.interrupted or (model.state == "awake" and model.requests > 0)
+        decision.moves.append(Move(model.name, state, relieves))
 
     def _woken(self, model: _Model, decision: Decision, now: float) -> bool:
         """Wakes a model if there is memory, else lets others make way; returns whether later ones may be woken too."""
@@ -305,17 +328,38 @@ class Residency:
             reason = f"it takes {_size(needed)}{beside}, and all models may take {_size(self.memory)}"
             advice = "raise models_memory, lower kv_cache_tokens, or use a smaller model"
             decision.refused[model.name] = f"{reason}: {advice}"
-            self.failed(model.name, now)
+            self._bar(model, now)
             return True
-        lacking = self.held - model.held + needed - self.memory
+        added = model.footprint.needed_from(model.state)
+        others = sum(other.held for other in self._models.values() if not other.terms.pin and other is not model)
+        if self._host_lacks(added) > others:
+            if not model.interrupted:  # else its requests go on when there is memory again
+                given = (
+                    f"it takes {_size(added)} more, other models can give back {_size(others)}, and of the memory here"
+                )
+                decision.refused[model.name] = f"{given} {self.host}: end other programs, or use a smaller model"
+                self._bar(model, now)
+            return True
+        lacking = max(self.held - model.held + needed - self.memory, self._host_lacks(added))
         if lacking <= 0:
+            waking = [other for other in self._models.values() if other.target == "awake"]
+            if self._host_lacks(added + sum(one.footprint.needed_from(one.state) for one in waking)):
+                return False  # it may be theirs, until they have taken it
             self._begin(model, "awake", decision)
             return True
-        leaving = [other for other in self._models.values() if other.target is not None and other.target != "awake"]
-        lacking -= sum(other.held - other.footprint.bytes_in(other.target or "cold") for other in leaving)
+        lacking -= self._left_by_leaving()
         if lacking > 0:
             self._make_way(model, lacking, decision, now)
         return False
+
+    def _host_lacks(self, added: int) -> int:
+        """Returns the bytes that the machine lacks for so many more."""
+        return 0 if self.host is None else max(0, added - self.host.spare)
+
+    def _left_by_leaving(self) -> int:
+        """Returns the bytes that models give back which are about to sleep or end."""
+        leaving = (one for one in self._models.values() if one.target is not None and one.target != "awake")
+        return sum(one.held - one.footprint.bytes_in(one.target or "cold") for one in leaving)
 
     def _make_way(self, wanted: _Model, lacking: int, decision: Decision, now: float) -> None:
         """Begins to put models to sleep that free so many bytes, if there are enough of them now."""
@@ -376,12 +420,7 @@ class Residency:
 
     def _return_excess(self, decision: Decision, now: float) -> None:
         """Puts the least valuable models to sleep if measured ones take more than was estimated."""
-        excess = self.held - self.memory
-        excess -= sum(
-            model.held - model.footprint.bytes_in(model.target)
-            for model in self._models.values()
-            if model.target is not None and model.target != "awake"
-        )
+        excess = self.held - self.memory - self._left_by_leaving()
         while excess > 0:
             able = min(self._able(None, now), key=lambda one: one[0], default=None)
             if able is None:
@@ -389,6 +428,30 @@ class Residency:
             _, model, state = able
             self._begin(model, state, decision)
             excess -= model.footprint.bytes_in(model.state) - model.footprint.bytes_in(state)
+
+    def _relieve(self, decision: Decision, now: float) -> None:
+        """Puts the least valuable models into lower states while the machine has too little memory left.
+
+        Those that are busy take turns, so that one of them stays awake.
+        """
+        lacking = self._host_lacks(0) - self._left_by_leaving()
+        for _, model, state in sorted(self._able(None, now), key=lambda able: able[0]):
+            if lacking <= 0:
+                return
+            if model.target is not None or (model.requests and self._is_last(model)):
+                continue
+            until = self._stays_until(model, state) if model.state == "awake" and self._is_busy(model, now) else now
+            if until > now:
+                decision.look_at(until)
+                continue
+            self._begin(model, state, decision, relieves=True)
+            model.dismissed = not model.requests
+            lacking -= model.footprint.bytes_in(model.state) - model.footprint.bytes_in(state)
+
+    def _is_last(self, model: _Model) -> bool:
+        """True for a model that is awake beside pinned ones alone."""
+        awake = [one for one in self._models.values() if one.state == "awake" and one.target is None]
+        return model.state == "awake" and all(one is model or one.terms.pin for one in awake)
 
     def _expire(self, decision: Decision, now: float) -> None:
         for model in self._models.values():
@@ -418,6 +481,7 @@ class Residency:
             and model.barred_until <= now
             and self.visits(model.name, now) >= FREQUENT
             and self.held - model.held + model.footprint.awake <= self.memory
+            and not self._host_lacks(model.footprint.needed_from(model.state))
             and self._value(model, model.state, now) > middle  # it would not be the next to make way
         ]
         if found:

@@ -292,7 +292,8 @@ async def _loaded(
             memory = read_bytes(server.models_memory)
         except ValueError as error:
             raise ConfigError(f"models_memory: {error}") from error
-    async with imported("kvern.residency.keeper:Keeper")(models, memory, process) as keeper:
+    watch = imported("kvern.residency.pressure:Watch")() if len(models) > 1 else None
+    async with imported("kvern.residency.keeper:Keeper")(models, memory, process, watch) as keeper:
         yield [], keeper
 
 
