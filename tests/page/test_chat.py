@@ -268,6 +268,29 @@ def test_adapters_can_be_chosen(page: Page) -> None:
     expect(page.locator(".figures")).to_contain_text("tokens")
 
 
+def test_several_models_are_shown_with_their_states_of_the_moment_in_which_one_is_chosen(page: Page) -> None:
+    states = {"chat": "awake", "small": "cold"}
+
+    def of_several(route: Route) -> None:
+        listed = route.fetch().json()
+        [first] = [entry for entry in listed["data"] if not entry["parent"]]
+        route.fulfill(json=listed | {"data": [first | {"id": name, "state": state} for name, state in states.items()]})
+
+    page.route("**/v1/models", of_several)
+    page.route("**/api/show", lambda route: route.fulfill(json={"capabilities": [], "details": {}, "model_info": {}}))
+    options = page.get_by_label("Model").locator("option")
+    expect(options.first).to_have_text("kvern-1m")
+    page.reload()
+    expect(options).to_have_text(["chat (awake)", "small (cold)"])
+    states |= {"chat": "asleep", "small": "awake"}
+    page.get_by_label("Model").focus()
+    expect(options).to_have_text(["chat (asleep)", "small (awake)"])
+    page.get_by_label("Question").focus()
+    states["chat"] = "cold"
+    page.get_by_label("Model").hover()
+    expect(options).to_have_text(["chat (cold)", "small (awake)"])
+
+
 def test_a_model_of_a_path_is_shown_by_its_last_part(page: Page) -> None:
     path = "/home/someone/Downloads/model-Q4_K_M.gguf"
 

@@ -1,18 +1,28 @@
 // The model, and the panel of settings.
 import { modelName } from "./format.js";
-import { server } from "./server.js";
+import { readStates, server } from "./server.js";
 import { CHOICES, NUMBERS, TEXTS, countSet, modelInUse, reset, settings, thinks } from "./settings.js";
 
-/** Models, and below them their adapters. */
+/** Models, each with its state if there are several, and below them their adapters. */
 export function ModelChoice() {
   const { models } = server.use();
   settings.use();
-  const options = (some) => some.map(({ id }) => <option key={id} value={id} title={id}>{modelName(id)}</option>);
+  const option = ({ id, parent, state }) => (
+    <option key={id} value={id} title={id}>
+      {state && !parent ? `${modelName(id)} (${state})` : modelName(id)}
+    </option>
+  );
   const adapters = models.filter(({ parent }) => parent);
   return (
-    <select aria-label="Model" value={modelInUse()?.id} onChange={(event) => settings.change({ model: event.currentTarget.value })}>
-      {options(models.filter(({ parent }) => !parent))}
-      {adapters.length > 0 && <optgroup label="Adapters">{options(adapters)}</optgroup>}
+    <select
+      aria-label="Model"
+      value={modelInUse()?.id}
+      onChange={(event) => settings.change({ model: event.currentTarget.value })}
+      onFocus={readStates}
+      onPointerEnter={readStates}
+    >
+      {models.filter(({ parent }) => !parent).map(option)}
+      {adapters.length > 0 && <optgroup label="Adapters">{adapters.map(option)}</optgroup>}
     </select>
   );
 }

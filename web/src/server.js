@@ -67,6 +67,13 @@ export async function readModels() {
   }
 }
 
+/** Reads the states of several models anew; if that fails, the next request tells. */
+export async function readStates() {
+  if (!server.value.models.some(({ state }) => state)) return;
+  const listed = await request("v1/models").catch(() => null);
+  if (listed) server.change({ models: (await listed.json()).data });
+}
+
 /** What ollama's API tells of a model. A proxy may keep it away: then the page does without. */
 async function readFacts(id) {
   const found = await post("api/show", { model: id }).catch(() => null);
