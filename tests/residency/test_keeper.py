@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 from kvern import EngineConfig, SamplingParams
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
+from kvern.server.service import Ask, Running, Service
 from kvern.serving.child import EngineProcess
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
+from kvern.serving.replicas import Replicas
+from kvern.serving.workload import Generation
 from tests.support.encoders import make_encoder
 from tests.support.peft_adapters import make_adapter
 from tests.support.several_models import BODY, OPTIONS, PLAIN, said, served, server_of, states
@@ -213,6 +217,47 @@ def test_limits_and_timeouts_hold_before_a_model_is_woken() -> None:
             status, said = await ask("secret")
             assert status == 429 and "1 requests wait for chat already" in said
             first.cancel()
+
+    asyncio.run(run())
+
+
+def test_the_time_of_a_models_first_wake_is_a_part_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[float] = []
+    deadlines: list[tuple[float, float]] = []
+    start, follow = Service.start, Replicas.follow
+
+    async def started(service: Service, ask: Ask, patient: bool = False) -> Running:
+        began.append(asyncio.get_running_loop().time())
+        return await start(service, ask, patient)
+
+    def followed(
+        replicas: Replicas, some: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
+    ) -> Any:
+        assert deadline is not None
+        deadlines.append((deadline, asyncio.get_running_loop().time()))
+        return follow(replicas, some, news, deadline)
+
+    monkeypatch.setattr(Service, "start", started)
+    monkeypatch.setattr(Replicas, "follow", followed)
+    fields = {"raw": True, "stream": False, "options": {"num_predict": 2}, "timeout": 600}
+
+    async def run() -> None:
+        async with server_of([served(name, "kvern-1m") for name in ("one", "two")]) as (http, keeper):
+            asked = BODY | {"model": "one", "timeout": 600}
+            for path, body in (
+                ("/v1/completions", asked),
+                ("/v1/completions", asked),
+                ("/api/generate", {"model": "two", "prompt": "a fox", **fields}),
+            ):
+                answer = await http.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+            woken = [
+                one.figures.registry.get_sample_value("kvern:model_wake_seconds_total", {"model_name": one.name})
+                for one in keeper.residents
+            ]
+            for seconds, (deadline, now) in zip(woken, deadlines[::2], strict=True):
+                assert seconds is not None and now < deadline <= now + 600 - seconds
+            assert deadlines[1][0] >= began[1] + 600, "it was awake"
 
     asyncio.run(run())
 

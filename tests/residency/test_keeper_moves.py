@@ -5,6 +5,7 @@ import contextlib
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -219,3 +220,31 @@ def test_a_machine_with_little_memory_gets_the_reserve_back_and_idle_models_and_
         asyncio.run(run())
     [said] = [record.getMessage() for record in caplog.records if "little memory" in record.getMessage()]
     assert said.endswith("shall stay so: one becomes cold")
+
+
+def test_models_that_are_downloaded_leave_the_threads_of_the_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more of them than asyncio has threads for all work that would block."""
+    may_end, names = threading.Event(), [f"m{number}" for number in range(40)]
+    began: list[Client] = []
+
+    class Downloaded(Client):
+        def __init__(self, config: EngineConfig) -> None:
+            began.append(self)
+            assert may_end.wait(60)
+            super().__init__(config)
+
+    monkeypatch.setattr("kvern.residency.keeper.EngineClient", Downloaded)
+    monkeypatch.setattr("kvern.residency.keeper.memory_of", lambda client, asleep=False: 1)
+
+    async def run() -> None:
+        async with keeper_of(*names) as keeper:
+            try:
+                asking = [asyncio.create_task(keeper.meet(one)) for one in keeper.residents]
+                await settle()
+                assert await asyncio.wait_for(asyncio.to_thread(lambda: len(began)), 10) <= len(names)
+            finally:
+                may_end.set()
+            await asyncio.gather(*asking)
+            assert len(began) == len(names)
+
+    asyncio.run(run())

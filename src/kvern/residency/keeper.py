@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
@@ -85,6 +86,7 @@ class Keeper:
         self._by_name = {resident.name: resident for resident in self.residents}
         self._reserve = process
         self._watch = watch
+        self._makers = ThreadPoolExecutor(len(models), "kvern-models")  # downloads may take hours
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deciding: asyncio.Task[None] | None = None
@@ -111,6 +113,7 @@ class Keeper:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await asyncio.gather(*(one.made.__aexit__() for one in self.residents if one.made is not None))
+        self._makers.shutdown(wait=False, cancel_futures=True)
         self._end_reserve()
 
     def find(self, name: object) -> Resident | None:
@@ -254,7 +257,9 @@ class Keeper:
         try:
             client = resident.made
             if client is None:
-                client = resident.made = await asyncio.to_thread(EngineClient, resident.model.engine)
+                loop = asyncio.get_running_loop()
+                client = await loop.run_in_executor(self._makers, EngineClient, resident.model.engine)
+                resident.made = client
                 client.replicas.wake = lambda: self.awake(resident)
                 client.replicas.lost = lambda: self._lost(resident)
                 needed = resident.model.estimate(client.folder)

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 RATE_WINDOW = 128
 """The number of a key's last answers from which its rate is estimated."""
 LONGEST_RETRY = 60
+WAITED: ContextVar[float] = ContextVar("WAITED", default=0.0)
+"""The seconds that this request has waited for its model's first wake, which are a part of its `timeout`."""
 
 
 class KeyLimits:
@@ -410,7 +413,8 @@ class Service:
         model = body.get("model")
         if self.keeper is not None:
             model = self.keeper.residents[0].name if model is None else model
-            resident = self.keeper.find(model)
+            resident, began = self.keeper.find(model), time.monotonic()
+            WAITED.set(0.0)
             if resident is not None and resident.client is None:
                 timeout = read_common(body).timeout
                 if len(resident.waiting) >= self.config.max_queue:
@@ -418,6 +422,7 @@ class Service:
                 with self._limits.waiting(key), self._in_time(resident.name):
                     async with asyncio.timeout(timeout):
                         await self.keeper.meet(resident)
+                WAITED.set(time.monotonic() - began)
         if model is None:
             return self.engines[0].models[0]
         self.engine_of(model)
@@ -504,7 +509,8 @@ class Service:
         common, key = ask.common, ask.key
         namespace = self.namespace(common, key)
         options = replace(common.options, namespace=namespace, owner=key.owner, embed=ask.embed)
-        deadline = None if common.timeout is None else asyncio.get_running_loop().time() + common.timeout
+        now = asyncio.get_running_loop().time()
+        deadline = None if common.timeout is None else now + common.timeout - WAITED.get()
         news, replicas = asyncio.Event(), engine.client.replicas
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
