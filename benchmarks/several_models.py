@@ -2,10 +2,12 @@
 
     python benchmarks/several_models.py --output benchmarks/results/several-models-cpu.json
     python benchmarks/several_models.py --model kvern-12m --models 5 --memory 1.15GB --requests 60
+    python benchmarks/several_models.py --device cuda --model benchmarks/models/llama-3.1-8b --models 3 \\
+        --memory 100GB --requests 20 -- --load-format dummy --gpu-memory-share 0.3     # after --: options of the server
 
 Starts `kvern serve` with as many models as `--models`, all of the same checkpoint, and asks them in random order. Says
 what requests took by the state that the server reported before, what `sleep` took, and the memory of all engines' own
-pages (PSS) awake and asleep.
+pages (PSS) awake and asleep, on a GPU what is taken of the card.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,16 @@ ENGINE = "kvern.serving.process"
 KEY = "admin:secret"
 WAKES = 20
 """Times that one model is put to sleep and woken, while memory is free."""
+PROMPT = [5, 9, 17, 33, 2, 81]
+PATIENCE = 300.0
+
+
+def card_memory() -> int:
+    """Bytes that are taken of the first GPU, by anybody."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
 
 
 def engine_memory(server: int) -> int:
@@ -48,10 +62,11 @@ def engine_memory(server: int) -> int:
 class Models:
     """Several models of one server."""
 
-    def __init__(self, http: httpx2.Client, names: list[str], server: int) -> None:
+    def __init__(self, http: httpx2.Client, names: list[str], taken: Callable[[], int]) -> None:
+        """`taken`: the bytes that engines take."""
         self.http = http
         self.names = names
-        self.server = server
+        self.taken = taken
 
     def states(self) -> dict[str, str]:
         """The state of each."""
@@ -60,7 +75,7 @@ class Models:
     def ask(self, name: str) -> float:
         """Returns the seconds of an answer of one token."""
         began = time.perf_counter()
-        body = {"model": name, "prompt": "Once upon a time", "max_tokens": 1, "temperature": 0}
+        body = {"model": name, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
         self.http.post("/v1/completions", json=body).raise_for_status()
         return time.perf_counter() - began
 
@@ -84,16 +99,17 @@ class Models:
         for name in self.names[1:]:
             self.http.post(f"/v1/models/{name}/unload").raise_for_status()
         self.ask(self.names[0])
-        awake = engine_memory(self.server)
+        awake = self.taken()
         self.sleep(self.names[0])
-        return awake, engine_memory(self.server)
+        return awake, self.taken()
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Starts the server and asks it."""
     names = [f"model-{number}" for number in range(options.models)]
-    command = [sys.executable, "-m", "kvern", "serve", "--port", "0", "--threads", "1", "--device", "cpu"]
-    command += ["--kv-cache-tokens", "2048", "--models-memory", options.memory, "--api-key", f"{KEY} admin=1"]
+    command = [sys.executable, "-m", "kvern", "serve", "--port", "0", "--device", options.device]
+    command += ["--threads", "1", "--kv-cache-tokens", "2048"] if options.device == "cpu" else []
+    command += ["--models-memory", options.memory, "--api-key", f"{KEY} admin=1", *options.server]
     command += [word for name in names for word in ("--model", f"{name}={options.model}")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -101,8 +117,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         url = next(found[1] for line in process.stderr if (found := re.search(r"(http://[\d.]+:\d+)", line)))
         threading.Thread(target=process.stderr.read, daemon=True).start()  # its log must not fill the pipe
         headers = {"Authorization": f"Bearer {KEY.partition(':')[2]}"}
-        with httpx2.Client(base_url=url, timeout=120, headers=headers) as http:
-            models = Models(http, names, process.pid)
+        with httpx2.Client(base_url=url, timeout=PATIENCE, headers=headers) as http:
+            taken = card_memory if options.device == "cuda" else partial(engine_memory, process.pid)
+            models = Models(http, names, taken)
             dice = random.Random(options.seed)
             for name in names:  # all have been awake once
                 models.ask(name)
@@ -116,6 +133,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "model": options.model,
         "models": options.models,
         "models_memory": options.memory,
+        "options": options.server,
         "seconds_by_state": {state: spread(seconds) for state, seconds in sorted(switches.items())},
         "seconds_to_sleep": spread([slept for slept, _ in turns]),
         "seconds_of_a_wake_that_nobody_makes_way_for": spread([woken for _, woken in turns]),
@@ -139,8 +157,10 @@ def main() -> int:
     parser.add_argument("--models", type=int, default=5, help="how many (5)")
     parser.add_argument("--memory", default="1.15GB", help="for all models, as --models-memory (1.15GB)")
     parser.add_argument("--requests", type=int, default=60, help="in random order (60)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where they run (cpu)")
     parser.add_argument("--seed", type=int, default=0, help="of the order (0)")
     parser.add_argument("--output", type=Path, help="file for the result, JSON")
+    parser.add_argument("server", nargs="*", help="options of kvern serve, after --")
     options = parser.parse_args()
     result = measured(options)
     table = Table("what", "figure")

@@ -95,6 +95,9 @@ class EngineConfig:
     gpu_memory_share: float | None = None
     """Share of the GPU's total memory that this process may use, from 0 to 1, such as 0.4 if two servers share a card;
     no effect on a CPU. None: the free memory."""
+    enable_sleep: bool = False
+    """Let the engine give back the memory of a GPU while its model is asleep; several models in one server have it by
+    themselves. On a CPU every engine can."""
     block_size: int = 16
     """Tokens in one block of the paged cache."""
     prefix_cache: bool = True

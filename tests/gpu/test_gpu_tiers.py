@@ -19,7 +19,7 @@ from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.shelf import Shelf
 from tests.support.families import make_checkpoint
 from tests.support.served import eventually
-from tests.support.tiers import check_hits, figures, tier_of
+from tests.support.tiers import check_hits, figures, tier_of, trust
 
 pytestmark = [
     pytest.mark.gpu,
@@ -212,6 +212,7 @@ def test_answers_beside_a_tier_are_those_without(tmp_path: Path) -> None:
             answers.append([])
             if tier:
                 is_pinned(llm)
+                trust(llm)
             for turn in range(3):
                 prompts = [[*talk, *range(5, 5 + 16 * turn)] for talk in talks]
                 outputs = llm.generate(prompts, params)

@@ -10,6 +10,7 @@ import pytest
 from kvern import EngineConfig
 from kvern.cli.main import read_command
 from kvern.errors import ConfigError, ModelNotFound
+from kvern.residency.gpus import UNKNOWN_BYTES, GpuMemory, gpu_memory, shares
 from kvern.residency.options import keep_alive_of, one_or_several, served_models
 from kvern.residency.policy import Terms
 
@@ -80,8 +81,12 @@ def test_a_folder_of_models(tiny_model: Path, tmp_path: Path) -> None:
         (CPU, {"a": {"model": "kvern-1m", "keep_alive": "soon"}}, "models.a.keep_alive is 'soon': it must be seconds"),
         (CPU, {"a": "kvern-1m", "b": {"model": "kvern-1m", "aliases": ["a"]}}, "a names two models"),
         (EngineConfig(device="cpu", chat_template="x"), {"a": "kvern-1m"}, "chat_template is for one model"),
-        (EngineConfig(device="cuda"), {"a": "kvern-1m", "b": "kvern-1m"}, "model a: several models in one server run"),
-        (CPU, {"a": "kvern-1m", "b": {"model": "kvern-1m", "device": "cuda"}}, "model b: several models in one server"),
+        (EngineConfig(device="cuda"), {"a": "kvern-1m", "b": "kvern-1m"}, "this process sees no GPU"),
+        (
+            CPU,
+            {"a": "kvern-1m", "b": {"model": "kvern-1m", "device": "cuda"}},
+            "model b runs on a GPU and a on the CPU",
+        ),
     ],
 )
 def test_wrong_options_are_refused(engine: EngineConfig, models: dict[str, Any], reason: str) -> None:
@@ -91,20 +96,59 @@ def test_wrong_options_are_refused(engine: EngineConfig, models: dict[str, Any],
         served_models(CPU, {"a": "nothing"}, None)
 
 
+CARD = GpuMemory(total=140 << 30, free=130 << 30)
+
+
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_several_models_do_not_run_on_a_cpu_unasked(
+def test_several_models_share_the_gpus_or_the_memory_of_the_machine(
     has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvern.residency.options.GPU_FILE", tmp_path if has_gpu else tmp_path / "none")
-    models = {"a": "kvern-1m", "b": "kvern-1m"}
+    monkeypatch.setattr("kvern.residency.options.gpu_memory", lambda names: CARD)
+    models = {"a": "kvern-1m", "b": {"model": "kvern-1m", "gpu_memory_share": 0.25}}
+    found = served_models(EngineConfig(), models, None)
+    assert [one.gpu for one in found] == [CARD if has_gpu else None] * 2
+    assert all(one.engine.enable_sleep == has_gpu for one in found)
     if has_gpu:
-        with pytest.raises(ConfigError, match="device cpu"):
-            served_models(EngineConfig(), models, None)
-    else:
-        assert len(served_models(EngineConfig(), models, None)) == 2
-    assert len(served_models(CPU, models, None)) == 2
+        assert [one.estimate().awake for one in found] == [one.gpu_bytes for one in found]
+        assert found[1].gpu_bytes == CARD.total // 4
+    assert all(one.gpu is None for one in served_models(CPU, models, None))
     for device in ("auto", "cuda"):
         assert one_or_several(EngineConfig(device=device), {"a": "kvern-1m"}, None)[1] == [], "one model alone"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"executor": "ray"}, "leave executor ray out"),
+        ({"device": "cpu"}, "give all the same device"),
+        ({"enable_dp_attention": True, "tensor_parallel_size": 2}, "the only one of a server"),
+    ],
+)
+def test_models_that_cannot_share_gpus_are_refused(
+    options: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvern.residency.options.GPU_FILE", tmp_path)
+    monkeypatch.setattr("kvern.residency.options.gpu_memory", lambda names: CARD)
+    with pytest.raises(ConfigError, match=reason):
+        served_models(EngineConfig(), {"a": "kvern-1m", "b": {"model": "kvern-1m", **options}}, None)
+
+
+def test_memory_of_gpus_that_nobody_tells_is_a_plain_error() -> None:
+    with pytest.raises(ConfigError, match="this process sees no GPU"):
+        gpu_memory([])
+    with pytest.raises(ConfigError, match="does not tell the memory of GPUs GPU-none"):
+        gpu_memory(["GPU-none"])
+
+
+@pytest.mark.parametrize("weights", [[16 << 30, 1 << 30], [70 << 30, 60 << 30, 0], [16 << 30] * 20])
+def test_each_model_has_room_for_its_weights_and_a_cache(weights: list[int]) -> None:
+    found = [share * CARD.total for share in shares(weights, CARD)]
+    for size, taken in zip(weights, found, strict=True):
+        assert (size or UNKNOWN_BYTES) * 1.25 < taken <= CARD.total
+    if len(weights) == 2:
+        assert CARD.usable - (1 << 20) < sum(found) <= CARD.usable, "all of the card is used"
+        assert found[0] > 8 * found[1]
 
 
 def test_a_folder_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:

@@ -70,13 +70,14 @@ class SleepingMemory:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (open as long as the process runs)
 
-    def leave(self) -> None:
-        """Gives the memory back. Raises OSError if the file cannot hold it; then nothing was given back."""
+    def leave(self) -> int:
+        """See `MemoryAsleep` (`runner/asleep.py`). Raises OSError if the file cannot hold the contents."""
         self._in_threads(self._write)
         os.fdatasync(self._file.fileno())  # or a full disk would be noticed when the memory is gone
         for span in (*self._kept, *self._emptied):
             _madvise(span.address, span.size, mmap.MADV_DONTNEED)
         _libc.malloc_trim(0)
+        return 0
 
     def enter(self) -> None:
         """Brings the contents back."""

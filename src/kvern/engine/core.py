@@ -120,10 +120,10 @@ class EngineCore(EngineLoop):
 
     sleeps = True
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         self.scheduler.undo(0)  # what is cached, and what was to be copied or saved of it
         self.scheduler.cache.tree.clear()
-        self.executor.sleep()
+        return self.executor.sleep()
 
     def wake(self) -> None:
         self.executor.wake()

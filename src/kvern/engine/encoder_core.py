@@ -17,11 +17,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvern.config import EngineConfig
-from kvern.cpu.asleep import SleepingMemory
 from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.picture_queue import PictureQueue, Text
 from kvern.engine.step_watch import StepWatch
@@ -68,7 +66,6 @@ class EncoderCore(EngineLoop):
         self._pictures = pictures
         self._watch = watch
         self._policy, self._aging_steps = config.policy, config.aging_steps
-        self._cache_folder = config.cache_folder
         self._most_tokens = most_tokens
         self._most_texts = most_texts
         self._depth = depth
@@ -107,15 +104,11 @@ class EncoderCore(EngineLoop):
 
     sleeps = True
 
-    @cached_property
-    def _memory_asleep(self) -> SleepingMemory:
-        return SleepingMemory(self._cache_folder)
-
-    def sleep(self) -> None:
-        self._memory_asleep.leave()
+    def sleep(self) -> int:
+        return self._runner.sleeping.leave()
 
     def wake(self) -> None:
-        self._memory_asleep.enter()
+        self._runner.sleeping.enter()
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None

@@ -61,10 +61,13 @@ class EngineLoop(ABC):
         return False
 
     sleeps = False
-    """The core can give its memory back, on a CPU."""
+    """The core can give its memory back, on a GPU with `enable_sleep`."""
 
-    def sleep(self) -> None:
-        """Forget what is cached, and give the memory of this model back until `wake`. Nothing runs. Raises OSError."""
+    def sleep(self) -> int:
+        """Forget what is cached, and give the memory of this model back until `wake`. Nothing runs. Raises OSError.
+
+        Returns the bytes that the process still takes of its GPU; 0 on a CPU.
+        """
         raise NotImplementedError
 
     def wake(self) -> None:

@@ -108,7 +108,7 @@ VLLM: dict[str, Rule] = {
     "safetensors_load_strategy": Idle("weights are read in pieces, straight into their place", 1),
     "model_loader_extra_config": Refused(NO_FORMAT),
     "disable_sliding_window": Refused("each layer attends to what config.json says; see --hf-overrides"),
-    "enable_sleep_mode": Refused("a server ends instead, and a new one starts in seconds", 0),
+    "enable_sleep_mode": Refused("models of a server of several sleep by themselves; the one of another ends", 0),
     "enable_prompt_embeds": Refused("prompts are texts or token ids", 0),
     "language_model_only": Idle(MEDIA, silent=True),
     # Memory.

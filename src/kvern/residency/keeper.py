@@ -273,7 +273,8 @@ class Keeper:
             if slept == [*_links(client)]:
                 footprint = replace(self.residency.footprint(resident.name), wake_seconds=seconds)
             else:
-                held = await asyncio.to_thread(memory_of, client)
+                on_gpu = resident.model.gpu_bytes
+                held = await asyncio.to_thread(memory_of, client) if on_gpu is None else on_gpu
                 asleep = min(held // 2, ASLEEP_BYTES) if client.sleeps else None
                 cache = sum(link.ready.cache_bytes for link in _links(client))
                 footprint = Footprint(held, seconds, asleep, seconds / LOADS_TO_WAKES, cache)
@@ -325,7 +326,9 @@ class Keeper:
             if state == "cold":
                 await client.rest()
             elif await client.sleep():
-                held, reached = await asyncio.to_thread(memory_of, client, asleep=True), "asleep"
+                on_gpu = max(link.gpu_bytes for link in _links(client))
+                held = on_gpu or await asyncio.to_thread(memory_of, client, asleep=True)
+                reached = "asleep"
                 footprint = replace(footprint, asleep=held)
         finally:
             self.residency.moved(resident.name, time.monotonic(), footprint, reached)

@@ -15,7 +15,9 @@ from kvern.io.files import read_object
 from kvern.models.hub import WEIGHTS, local_model
 from kvern.options.values import converted
 from kvern.plugins import imported
+from kvern.residency.gpus import GpuMemory, gpu_memory, shares
 from kvern.residency.policy import Footprint, Terms
+from kvern.serving.places import seen_gpus
 
 GPU_FILE = Path("/dev/nvidiactl")
 """A file that NVIDIA's driver makes where there is a GPU."""
@@ -51,6 +53,8 @@ class ServedModel:
 
     engine: EngineConfig
     terms: Terms = Terms()
+    gpu: GpuMemory | None = None
+    """The GPUs that it shares with other models; None: it runs on the CPU."""
 
     @property
     def name(self) -> str:
@@ -72,11 +76,18 @@ class ServedModel:
             return list(_parts(found))
         return [*found.glob(WEIGHTS)]
 
+    @property
+    def gpu_bytes(self) -> int | None:
+        """The bytes that it takes of each GPU while it is awake; None: it runs on the CPU."""
+        return None if self.gpu is None else int((self.engine.gpu_memory_share or 1.0) * self.gpu.total)
+
     def estimate(self, folder: Path | None = None) -> Footprint:
         """Returns what it probably takes. `folder`: that of its files, once it is known. Raises ModelNotFound."""
         files = self.files or ([] if folder is None else [*folder.glob(WEIGHTS), *folder.glob("*.gguf")])
         weights = sum(file.stat().st_size for file in files)
-        taken = PROCESS_BYTES + int(1.1 * weights) + self._cache_bytes(files)
+        taken = self.gpu_bytes
+        if taken is None:
+            taken = PROCESS_BYTES + int(1.1 * weights) + self._cache_bytes(files)
         return Footprint(taken, START_SECONDS + weights / BYTES_PER_SECOND)
 
     def _cache_bytes(self, files: Sequence[Path]) -> int:
@@ -127,13 +138,34 @@ def served_models(
     names = [name for one in found for name in one.names]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
-    for one in found:
-        device = one.engine.device
-        is_here = one.engine.executor != "ray" and (device == "cpu" or (device == "auto" and not has_gpu()))
-        if not is_here and not is_alone(found):
-            raise ConfigError(f"model {one.name}: several models in one server run on this machine's CPU: device cpu")
-        assert one.files is not None  # a model that is neither here nor on the hub is refused at once
-    return found
+    weights = [sum(file.stat().st_size for file in one.files) for one in found]  # a model that is nowhere is refused
+    return found if is_alone(found) else _placed(found, weights)
+
+
+def _placed(models: list[ServedModel], weights: Sequence[int]) -> list[ServedModel]:
+    """Returns models that share the memory of this machine, or of its GPUs. Raises ConfigError."""
+    if ray := next((one for one in models if one.engine.executor == "ray"), None):
+        raise ConfigError(f"model {ray.name}: several models in one server run on one machine: leave executor ray out")
+    on_gpu = [one.engine.device != "cpu" and (one.engine.device == "cuda" or has_gpu()) for one in models]
+    if not any(on_gpu):
+        return models
+    if not all(on_gpu):
+        names = [models[on_gpu.index(is_so)].name for is_so in (True, False)]
+        raise ConfigError(
+            f"model {names[0]} runs on a GPU and {names[1]} on the CPU: the models of a server share one memory, so "
+            "give all the same device"
+        )
+    if alone := next((one for one in models if one.engine.enable_dp_attention), None):
+        raise ConfigError(f"model {alone.name}: with enable_dp_attention a model on GPUs is the only one of a server")
+    memory = gpu_memory(seen_gpus(models[0].engine))
+    ranks = [one.engine.tensor_parallel_size * one.engine.pipeline_parallel_size for one in models]
+    found = shares([size // count for size, count in zip(weights, ranks, strict=True)], memory)
+    placed = []
+    for one, share in zip(models, found, strict=True):
+        given = one.engine.gpu_memory_share
+        engine = dataclasses.replace(one.engine, enable_sleep=True, gpu_memory_share=given or share)
+        placed.append(dataclasses.replace(one, engine=engine, gpu=memory))
+    return placed
 
 
 def has_gpu() -> bool:

@@ -10,15 +10,12 @@ request's table before its event has been seen; a load that ended early is waite
 """
 
 import ctypes
-import functools
 import logging
 import mmap
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, groupby
@@ -27,6 +24,7 @@ from typing import Any
 import torch
 
 from kvern.device.copies import copy_all
+from kvern.device.pinned import Pins
 from kvern.device.transfer import fetch, upload
 from kvern.kernels.page_copy import PageTable, Rows, page_copy
 from kvern.runner.memory import STAGE_BYTES, STAGES
@@ -36,14 +34,6 @@ from kvern.tiers.page_memory import Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES
 
 SMALLEST_CELL = 64 << 10
-PINNED_BYTES = 16 << 20
-"""The host's memory that is pinned at once: launches wait meanwhile, about a millisecond."""
-POPULATING = 4
-"""Threads that have the system make memory, each about 1.4 GB/s."""
-AHEAD = 32
-"""Pieces that these threads are given at once."""
-POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux: pinning is fast where memory is there already."""
 MASK = (1 << 64) - 1
 
 logger = logging.getLogger("kvern")
@@ -261,7 +251,7 @@ class DeviceMover:
 
     def pin(self, store: HostStore) -> None:
         """See `PageMover`. It goes on in the background, some gigabytes a second; the store has what is pinned."""
-        weakref.finalize(self, _Pins(store, self._device).end)
+        weakref.finalize(self, Pins(store, self._device, "kv_tier host").end)
 
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[_Packed]:
         """See `PageMover`."""
@@ -435,74 +425,6 @@ def rows_of_heads(caches: Sequence[torch.Tensor], page_blocks: int) -> list[Rows
         )
         for size, segments in found.items()
     ]
-
-
-@functools.cache
-def _system() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-class _Pins:
-    """Memory of a store that is pinned, piece after piece, until `end`."""
-
-    def __init__(self, store: HostStore, device: torch.device) -> None:
-        self._store: HostStore | None = store
-        self._memory: HostStore | None = store
-        """The same store, until nothing of it is pinned."""
-        self._device = device
-        self._pinned: list[int] = []
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="kvern-pin", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        """Pin all of it, behind threads that have the system make the memory, which takes longer."""
-        parts = [] if self._store is None else [*self._store.parts(PINNED_BYTES)]
-        pool = ThreadPoolExecutor(POPULATING, "kvern-populate")
-        with suppress(RuntimeError), torch.cuda.device(self._device):  # raised when the interpreter ends
-            for first in range(0, len(parts), AHEAD):  # a process that ends waits for what is queued
-                some = parts[first : first + AHEAD]
-                if not all(self._pin(*found) for found in zip(some, pool.map(self._populate, some), strict=True)):
-                    break
-        pool.shutdown(cancel_futures=True)
-
-    def _populate(self, part: memoryview) -> int:
-        """Have the system make memory; returns its address."""
-        address = torch.frombuffer(part, dtype=torch.uint8).data_ptr()
-        if self._store is not None:
-            _system().madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(part)), POPULATE_WRITE)
-        return address
-
-    def _pin(self, part: memoryview, address: int) -> bool:
-        """Pin the next part, and let the store use it. Returns whether the next one should be."""
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with self._lock:
-            if self._store is None:
-                return False
-            if error := int(runtime.cudaHostRegister(address, len(part), 0)):
-                kept = len(self._pinned) * PINNED_BYTES / 1e9
-                logger.warning("kv_tier host has %.2f GB: CUDA pins no more (error %d)", kept, error)
-                self._store.cut()
-                return False
-            self._pinned.append(address)
-            self._store.extend(part)
-            return True
-
-    def end(self) -> None:
-        """Let the memory go, which takes a while: the process must not end meanwhile."""
-        with self._lock:
-            self._store = None
-        if threading.current_thread() is threading.main_thread():
-            self._unpin()
-        else:
-            threading.Thread(target=self._unpin, name="kvern-unpin", daemon=False).start()
-
-    def _unpin(self) -> None:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._thread.join()
-        for address in self._pinned:
-            runtime.cudaHostUnregister(address)
-        self._memory = None
 
 
 def copy_payloads(pages: Sequence[tuple[Parts, int]], stream: torch.cuda.Stream, *, to_host: bool) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from kvern.models.encoder import Encoder
 from kvern.models.loader import LoadOptions, choose_dtype, load_encoder, read_config
 from kvern.models.vision import load_vision
 from kvern.request.request import PromptInput
+from kvern.runner.asleep import MemoryAsleep, memory_asleep
 from kvern.runner.device import refuse, resolve_device
 from kvern.runner.gpu_checks import check_dtype, check_weights_fit
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
@@ -68,9 +69,16 @@ class EncoderRunner:
     """
 
     def __init__(
-        self, encoder: Encoder, most_tokens: int, most_texts: int, pictures: PictureEncoder | None = None
+        self,
+        encoder: Encoder,
+        most_tokens: int,
+        most_texts: int,
+        pictures: PictureEncoder | None = None,
+        cache_folder: Path = Path(),
     ) -> None:
+        """`cache_folder`: where memory waits while the engine is asleep on a CPU."""
         self._encoder, self._device = encoder, encoder.build.device
+        self._cache_folder = cache_folder
         self.pictures = pictures
         layers, build = encoder.spec.attentions, encoder.build
         self._attend: Callable[[TextBatch], Attend] = partial(TorchAttend, layers)
@@ -100,6 +108,11 @@ class EncoderRunner:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             raise
+
+    @cached_property
+    def sleeping(self) -> MemoryAsleep:
+        """The memory that goes while the engine is asleep."""
+        return memory_asleep(self, self._device, self._cache_folder)
 
     def abandon(self) -> None:
         """Wait for the device behind a step that failed. Raises if the device is broken."""
@@ -148,10 +161,12 @@ def start_encoder(
         pictures = None if vision is None else _load_pictures(folder, vision, options)
     most_tokens, most_texts = plan.max_batch_tokens, plan.max_batch_requests
     longest = max(plan.max_model_len, encoder.encoder.padded)
-    runner = EncoderRunner(encoder, max(most_tokens, longest), most_texts, pictures)
+    runner = EncoderRunner(encoder, max(most_tokens, longest), most_texts, pictures, config.cache_folder)
     if device.type == "cuda":
         with startup.stage("memory"):
             most_tokens = _fitting_tokens(runner, memory, plan.max_batch_tokens, longest)
+        if config.enable_sleep:
+            _ = runner.sleeping
     else:
         settle_threads(config, plan, encoder)
     return runner, _layout(config, plan, most_tokens)

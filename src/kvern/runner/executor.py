@@ -84,10 +84,13 @@ class Executor:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         return self._worker.runner.idle()
 
-    def sleep(self) -> None:
-        """Give back the memory of weights and caches until `wake`; what is cached is lost. Raises OSError."""
+    def sleep(self) -> int:
+        """Give back the memory of weights and caches until `wake`; what is cached is lost. Raises OSError.
+
+        Returns the bytes that this process still takes of its GPU; 0 on a CPU.
+        """
         self.weights.settle()
-        self._worker.sleeping.leave()
+        return self._worker.sleeping.leave()
 
     def wake(self) -> None:
         """Take the memory again."""

@@ -6,14 +6,12 @@ Steps keep the first model: what was captured, recorded or made from it knows it
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory, processes_here
@@ -27,6 +25,7 @@ from kvern.models.updates import stamp_of, updated_tensors
 from kvern.models.weighted import WeightedModel
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.plan import EIGHT_BIT
+from kvern.runner.tensors import parts_of, tensors_in
 from kvern.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class NewWeights:
         """
         self._pair(old, new, type(old).__name__)
         for place, value in self._alone:
-            if any(not self._is_made_anew(tensor) for tensor in _tensors_in(value, set())):
+            if any(not self._is_made_anew(tensor) for tensor in tensors_in(value)):
                 raise InvalidWeights(
                     f"{place} keeps numbers of the weights that cannot be made anew beside it: restart"
                 )
@@ -115,7 +114,7 @@ class NewWeights:
             self._alone.append((place, old))
         else:
             self._known[id(old)] = old
-            parts, others = dict(_parts(old)), dict(_parts(new))  # steps may add to the former meanwhile
+            parts, others = dict(parts_of(old)), dict(parts_of(new))  # steps may add to the former meanwhile
             for name in others.keys() - parts.keys() - OF_STEPS:
                 self._check_empty(others[name], f"{place}.{name}")
             for name, value in parts.items():
@@ -133,7 +132,7 @@ class NewWeights:
     @staticmethod
     def _check_empty(new: Any, place: str) -> None:
         """Raise InvalidWeights for tensors in a place where the model of steps has none."""
-        if any(True for _ in _tensors_in(new, set())):
+        if any(True for _ in tensors_in(new)):
             raise InvalidWeights(f"{place} is not there in the served model, and with these weights it is: restart")
 
     def _pair_tensors(self, old: Tensor, new: Any, place: str) -> None:
@@ -145,40 +144,6 @@ class NewWeights:
         self._known[id(old)] = old
         self._storages.add(old.untyped_storage().data_ptr())
         self._copies.append((old, new))
-
-
-def _parts(value: Any) -> Mapping[Any, Any]:
-    """The parts of a value, if it may hold tensors of a model."""
-    match value:
-        case dict():
-            return value
-        case list() | tuple():
-            return dict(enumerate(value))
-        case partial():
-            return {"func": value.func, "args": value.args, "keywords": value.keywords}
-        case MethodType():
-            return {"self": value.__self__}
-        case FunctionType():
-            return {index: cell.cell_contents for index, cell in enumerate(value.__closure__ or ()) if _is_set(cell)}
-    is_ours = type(value).__module__.startswith("kvern.") or isinstance(value, nn.Module)
-    return vars(value) if is_ours and hasattr(value, "__dict__") and not isinstance(value, type) else {}
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-def _tensors_in(value: Any, known: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in known:
-        known.add(id(value))
-        for part in _parts(value).values():
-            yield from _tensors_in(part, known)
 
 
 def read_weights(

@@ -30,6 +30,7 @@ from kvern.models.loader import (
     stored_methods,
 )
 from kvern.ranks.ranks import ALONE, Ranks
+from kvern.runner.asleep import MemoryAsleep, memory_asleep
 from kvern.runner.device import (
     check_indexers,
     check_kernels,
@@ -56,7 +57,6 @@ from kvern.spec.model import ModelSpec
 if TYPE_CHECKING:
     from kvern.adapters.bank import AdapterBank, AdapterStore
     from kvern.adapters.peft import Target
-    from kvern.cpu.asleep import SleepingMemory
     from kvern.models.checkpoint import StoredTensor
     from kvern.models.vision import VisionTower
     from kvern.models.weighted import WeightedModel
@@ -193,7 +193,6 @@ class Worker:
         config = self._config
         self._plan = plan
         spec = self._spec
-        device = self.device
         self._choose_sums(plan)
         self._backend = backend = self._make_backend(plan, spec)
         adapters, model = None, self._load_fallback(plan)
@@ -202,7 +201,7 @@ class Worker:
             backend.prepare(decoder)
             adapters = self._make_adapters(decoder, "adapters" in plan.kernels)
         self._tower, images = self._load_images(plan)
-        if isinstance(model, Decoder) and device.type == "cpu" and not plan.on_device:
+        if isinstance(model, Decoder) and self.device.type == "cpu" and not plan.on_device:
             settle_threads(config, plan, model, *(() if self._tower is None else (self._tower,)))
         processors = self._make_processors(plan) if config.logits_processors else None
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
@@ -217,7 +216,7 @@ class Worker:
             images=images,
         )
         if config.rebalance_seconds:
-            self._ranks.of_experts.hand_once(device)
+            self._ranks.of_experts.hand_once(self.device)
         if config.kv_cache_dtype not in EIGHT_BIT:
             return self._room()
         from kvern.runner.cache_scales import digest
@@ -444,19 +443,20 @@ class Worker:
         self.runner = self._backend.runner(self._loaded, layout)
         while self._ranks.dp_attention is not None and self.runner.idle():
             pass
+        if self._config.enable_sleep and self.device.type == "cuda":
+            _ = self.sleeping  # before graphs are captured, which keep addresses
         if self._config.rebalance_seconds:
             from kvern.runner.ranks.experts import check_moves, experts_of
 
             check_moves(experts_of(self._loaded.decoder), self._ranks.of_experts)
 
     @cached_property
-    def sleeping(self) -> "SleepingMemory":
+    def sleeping(self) -> MemoryAsleep:
         """The memory that goes while the engine is asleep; caches are empty then."""
-        from kvern.cpu.asleep import SleepingMemory
-
         runner = self.runner
         states = () if runner.states is None else (tensor for stack in runner.states.stacks for tensor in stack.tensors)
-        return SleepingMemory(self._config.cache_folder, [*runner.caches, *runner.draft_caches, *states])
+        emptied = [*runner.caches, *runner.draft_caches, *states]
+        return memory_asleep((runner, self._loaded), self.device, self._config.cache_folder, emptied)
 
     def make_tier(self, layout: Layout) -> "Tier | None":
         """The tier that keeps pages of the KV cache, once that is built; None: no option asks for one.

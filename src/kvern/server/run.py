@@ -286,7 +286,8 @@ async def _loaded(
         async with EngineClient(config, process) as client:
             yield [client], None
         return
-    memory = int(MODELS_SHARE * available_memory())
+    gpu = models[0].gpu
+    memory = int(MODELS_SHARE * available_memory()) if gpu is None else gpu.usable
     if server.models_memory is not None:
         try:
             memory = read_bytes(server.models_memory)

@@ -120,7 +120,7 @@ def main(address: str, running: str, parent: int) -> int:
     cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
     most = layout.max_batch_requests
     sizes = config.dp_attention_size, layout.blocks * layout.block_size * layout.token_bytes
-    sleeps = layout.device == "cpu" and core.sleeps
+    sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
     socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, *sizes, sleeps)))
     try:
         serve(socket, core, parent, watch, config.expert_counts, running)
@@ -173,13 +173,13 @@ def signs_of_life(socket: "zmq.Socket[bytes]", running: str, parent: int) -> Ite
 
 def sleep(socket: "zmq.Socket[bytes]", core: EngineLoop, running: str, parent: int) -> bool:
     """Give the memory back, and take it again when the server says so; False: the engine is to end."""
-    error = None
+    error, gpu_bytes = None, 0
     with signs_of_life(socket, running, parent):
         try:
-            core.sleep()
+            gpu_bytes = core.sleep()
         except OSError as failed:
-            error = f"its memory cannot be written to the cache folder: {failed}"
-    socket.send(encode(Slept(error)))
+            error = f"there is no place for its memory: {failed}"
+    socket.send(encode(Slept(error, gpu_bytes)))
     while error is None:
         if not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
             if os.getppid() != parent:

@@ -262,6 +262,7 @@ class Supervisor:
                 if isinstance(message, Heard):
                     self._owner.hear(message)
                 elif isinstance(message, Slept):
+                    self.link.gpu_bytes = message.gpu_bytes
                     self._fallen(None if message.error is None else EngineDied(message.error))
                     return None
         except EngineDied as error:

@@ -125,9 +125,10 @@ class Failed(WireMessage):
 
 
 class Slept(WireMessage):
-    """The memory is given back, or why it is not: then the engine is awake."""
+    """The memory is given back, or why it is not: then the engine is awake. `gpu_bytes`: what it takes of its GPU."""
 
     error: str | None = None
+    gpu_bytes: int = 0
 
 
 class Woken(WireMessage):

@@ -122,10 +122,11 @@ class RankedExecutor(Executor):
         self._ranks.meet(self._worker.device)  # or the first request would wait for what slower ranks have to do yet
         return prepares
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         self._others.send(LeaveMemory())
-        super().sleep()
+        held = super().sleep()
         self._ranks.meet(self._worker.device)
+        return held
 
     def wake(self) -> None:
         self._others.send(EnterMemory())
