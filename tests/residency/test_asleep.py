@@ -236,12 +236,25 @@ def test_models_that_are_switched_at_random_answer_alike_and_take_level_memory(
     asyncio.run(run())
 
 
-def test_an_engine_without_a_place_for_its_memory_ends_instead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "without"),
+    [
+        (1, 0),
+        pytest.param(2, 0, marks=pytest.mark.nightly),
+        pytest.param(2, 1, marks=pytest.mark.nightly),
+    ],
+)
+def test_an_engine_without_a_place_for_its_memory_ends_instead(ranks: int, without: int) -> None:
+    """With all its ranks, of which one is `without` a place."""
+
     async def run() -> None:
-        async with EngineClient(EngineConfig("kvern-1m", **OPTIONS)) as client:
+        async with EngineClient(EngineConfig("kvern-1m", **OPTIONS, tensor_parallel_size=ranks)) as client:
             expected = await answer(client)
-            resource.prlimit(engine_pids(client)[0], resource.RLIMIT_FSIZE, (4096, 4096))
+            pids = engine_pids(client)
+            assert len(pids) == ranks
+            resource.prlimit(pids[without], resource.RLIMIT_FSIZE, (4096, 4096))
             assert not await client.sleep()
+            assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
             await client.start()
             assert await answer(client) == expected
 

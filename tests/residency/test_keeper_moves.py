@@ -13,7 +13,8 @@ import pytest
 
 from kvern import EngineConfig
 from kvern.errors import EngineClosed, EngineUnavailable
-from kvern.residency.keeper import Keeper, Resident
+from kvern.residency.gpus import GpuMemory
+from kvern.residency.keeper import Keeper, Resident, watch_for
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
 from kvern.residency.pressure import HostMemory, Watch
@@ -162,6 +163,14 @@ def test_memory_is_read_beside_a_process_whose_name_is_cut_within_a_character() 
         finally:
             child.kill()
             child.forget()
+
+
+def test_nobody_looks_at_the_memory_for_one_model_or_for_models_of_gpus() -> None:
+    """Their footprints are bytes of a GPU."""
+    here = ServedModel(EngineConfig("kvern-1m"))
+    there = ServedModel(EngineConfig("kvern-1m"), gpu=GpuMemory(1 << 40, 1 << 40))
+    assert watch_for([here, here]) is not None
+    assert watch_for([here]) is None and watch_for([there, there]) is None
 
 
 class Reserve:

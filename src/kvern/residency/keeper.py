@@ -357,6 +357,11 @@ class Keeper:
         return process
 
 
+def watch_for(models: Sequence[ServedModel]) -> Watch | None:
+    """Returns what tells how much memory is left for several models in the memory of this machine; None for others."""
+    return Watch() if len(models) > 1 and models[0].gpu is None else None
+
+
 def _end(resident: Resident, error: KvernError) -> None:
     for waiter in resident.waiting:
         if not waiter.done():

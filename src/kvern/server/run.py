@@ -293,7 +293,7 @@ async def _loaded(
             memory = read_bytes(server.models_memory)
         except ValueError as error:
             raise ConfigError(f"models_memory: {error}") from error
-    watch = imported("kvern.residency.pressure:Watch")() if len(models) > 1 else None
+    watch = imported("kvern.residency.keeper:watch_for")(models)
     async with imported("kvern.residency.keeper:Keeper")(models, memory, process, watch) as keeper:
         yield [], keeper
 
