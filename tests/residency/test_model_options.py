@@ -49,6 +49,7 @@ def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
     assert small.estimate().awake > 1 << 30 and small.estimate().asleep is None
     [tiny] = served_models(CPU, {"tiny": {"model": "kvern-1m", "kv_cache_tokens": 1024}}, None)
     assert 400_000_000 < tiny.estimate().awake < 500_000_000
+    assert 400_000_000 < small.estimate().needed_from("cold") < 500_000_000, "its KV cache comes as it fills"
 
 
 def test_a_model_without_a_name_comes_first_and_keeps_its_options() -> None:

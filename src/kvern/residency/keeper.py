@@ -201,6 +201,10 @@ class Keeper:
     def _decide(self) -> float | None:
         now = time.monotonic()
         if self._watch is not None:
+            host = self._watch.look(now)
+            if self._reserve is not None and host is not None and host.spare < 0:
+                self._end_reserve()
+                self._watch.freed(RESERVE_BYTES)
             self.residency.host = self._watch.look(now)
         decision = self.residency.decide(now)
         for name, reason in decision.refused.items():
@@ -208,15 +212,14 @@ class Keeper:
         for move in decision.moves:
             self._begin(move)
         if self._watch is not None:
-            self._relieve(self._watch, decision, now)
+            self._tell(self._watch, decision, now)
             decision.look_at(self._watch.next_at)
         return decision.next_at
 
-    def _relieve(self, watch: Watch, decision: Decision, now: float) -> None:
-        """Gives back the process in reserve, and tells of models that make way, if the machine has little memory."""
+    def _tell(self, watch: Watch, decision: Decision, now: float) -> None:
+        """Tells of models that make way because the machine has little memory."""
         if self.residency.host is None or self.residency.host.spare >= 0:
             return
-        self._end_reserve()
         relieving = [move for move in decision.moves if move.relieves]
         for move in relieving:
             self._by_name[move.name].figures.relieves()

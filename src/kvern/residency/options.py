@@ -85,10 +85,11 @@ class ServedModel:
         """Returns what it probably takes. `folder`: that of its files, once it is known. Raises ModelNotFound."""
         files = self.files or ([] if folder is None else [*folder.glob(WEIGHTS), *folder.glob("*.gguf")])
         weights = sum(file.stat().st_size for file in files)
-        taken = self.gpu_bytes
-        if taken is None:
-            taken = PROCESS_BYTES + int(1.1 * weights) + self._cache_bytes(files)
-        return Footprint(taken, START_SECONDS + weights / BYTES_PER_SECOND)
+        seconds = START_SECONDS + weights / BYTES_PER_SECOND
+        if self.gpu_bytes is not None:
+            return Footprint(self.gpu_bytes, seconds)
+        cache = self._cache_bytes(files)
+        return Footprint(PROCESS_BYTES + int(1.1 * weights) + cache, seconds, cache=cache)
 
     def _cache_bytes(self, files: Sequence[Path]) -> int:
         tokens = self.engine.kv_cache_tokens

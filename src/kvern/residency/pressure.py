@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvern.cpu.cores import ROOT, available_memory, total_memory
@@ -87,6 +87,11 @@ class Watch:
     def renew(self) -> None:
         """Lets the next look read anew: models have taken memory, or given some back."""
         self.next_at = -math.inf
+
+    def freed(self, size: int) -> None:
+        """Counts bytes that were just given back as free until the next look."""
+        if self._found is not None:
+            self._found = replace(self._found, free=self._found.free + size)
 
     def warn(self, now: float, text: str) -> None:
         """Logs what becomes of models, with the numbers, unless it has done so within a minute."""
