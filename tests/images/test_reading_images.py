@@ -19,7 +19,7 @@ from kvern import LLM, PromptInput, RequestOutput, SamplingParams
 from kvern.cli.chat import CONTROL_CHARACTERS, Conversation
 from kvern.errors import InvalidRequest
 from kvern.images.file import ImageFile, read_file
-from kvern.images.settings import settings_of
+from kvern.images.settings import ImageSettings, settings_of
 from kvern.images.spans import largest_image
 from kvern.images.views import Grid
 from kvern.layers.embedding import EmbeddedTokens
@@ -82,6 +82,13 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def plain_llm(folder: Path) -> Iterator[LLM]:
+    """Without compiled kernels."""
+    with engine(folder, cpu_kernels=False) as llm:
+        yield llm
+
+
 def talk(*parts: Image.Image | str) -> list[dict[str, Any]]:
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
@@ -106,11 +113,15 @@ def saved(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-def test_pixels_are_those_of_transformers(width: int, height: int, kind: str, folder: Path) -> None:
+def test_pixels_are_those_of_transformers(kind: str, folder: Path) -> None:
     spec = vision_of(read_config(folder))
     assert spec is not None
-    settings, image = settings_of(folder, spec), picture(width, height)
+    settings = settings_of(folder, spec)
+    for size in SIZES:
+        check_pixels(kind, settings, picture(*size))
+
+
+def check_pixels(kind: str, settings: ImageSettings, image: Image.Image) -> None:
     file = read_file(saved(image), "x")
     grids, expected = settings.grids(file), expected_pixels(kind, image)
     pieces = expected if isinstance(expected, list) else [expected]
@@ -120,7 +131,7 @@ def test_pixels_are_those_of_transformers(width: int, height: int, kind: str, fo
     for grid, squares, piece in zip(grids, patches, pieces, strict=True):
         shown = squares.view(grid.rows, grid.columns, 3, patch, patch).permute(2, 0, 3, 1, 4)
         high, wide = grid.rows * patch, grid.columns * patch
-        assert torch.equal(shown.reshape(3, high, wide), piece[:, :high, :wide])
+        assert torch.equal(shown.reshape(3, high, wide), piece[:, :high, :wide]), image.size
 
 
 PROMPTS: list[tuple[Image.Image | str, ...]] = [
@@ -133,14 +144,10 @@ PROMPTS: list[tuple[Image.Image | str, ...]] = [
 @pytest.mark.parametrize("parts", PROMPTS, ids=["one", "two", "three"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_answers_are_those_of_transformers(
-    parts: tuple[Image.Image | str, ...], kernels: bool, kind: str, folder: Path, llm: LLM
+    parts: tuple[Image.Image | str, ...], kernels: bool, kind: str, folder: Path, llm: LLM, plain_llm: LLM
 ) -> None:
     images = [part for part in parts if not isinstance(part, str)]
-    if kernels:
-        [output] = llm.chat(talk(*parts), PARAMS)
-    else:
-        with engine(folder, cpu_kernels=False) as plain:
-            [output] = plain.chat(talk(*parts), PARAMS)
+    [output] = (llm if kernels else plain_llm).chat(talk(*parts), PARAMS)
     check(kind, folder, output, images)
 
 

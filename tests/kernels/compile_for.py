@@ -5,7 +5,7 @@
 
 The first argument is the compute capability: 80 is an A100, 89 an L40S, 90 an H100. Triton's driver is replaced by one
 that names it, and every launch becomes a compilation: what is compiled is what the wrappers really launch, with their
-options. With --sample only the last launch of each kernel of a model, and few forms of each kernel in all. Behind a
+options. With --sample only the last launch of each kernel of a model, and one form of each kernel in all. Behind a
 colon: the launches of layers that are quantized so. Exits with 1 and the errors if anything does not compile, or is
 compiled wrongly for Hopper (`overwritten.py`).
 """
@@ -31,9 +31,6 @@ from tests.support.kernel_list.quantized import kinds_of_forms
 QUANTIZED = tuple(
     kernel for module in (quantized, codes, packed_hopper, packed_experts, rounding, ranks) for kernel in module.KERNELS
 )
-
-SAMPLED = 2
-"""Forms of a kernel."""
 
 
 def launches(what: str, dtype: torch.dtype, sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -64,16 +61,13 @@ def main() -> int:
     triton.runtime.driver.set_active(TargetDriver(GPUTarget("cuda", arguments.capability, 32)))
     limit = SHARED_MEMORY[arguments.capability] << 10
     compiled: dict[str, Any] = {}
-    forms: dict[JITFunction, list[Any]] = {}
-    most = SAMPLED if arguments.sample else sys.maxsize
+    forms: dict[JITFunction, Any] = {}
     launch = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if len(forms.setdefault(self, [])) == most:
-            return forms[self][-1]
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        if kernel not in forms[self]:
-            forms[self].append(kernel)
+        if arguments.sample and self in forms:
+            return forms[self]
+        kernel = forms[self] = launch(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash in compiled:
             return kernel
         compiled[kernel.hash] = kernel
