@@ -80,13 +80,15 @@ def make(tiny_model: Path, files: dict[str, Path]) -> Callable[..., LLM]:
     [
         ("llama_bias", EVERYTHING, None),
         ("llama_bias", EVERYTHING, ["layers.1.self_attn.q_proj", "up_proj"]),
-        ("llama_bias", EVERYTHING, r".*[.]0[.]mlp.*"),
+        pytest.param("llama_bias", EVERYTHING, r".*[.]0[.]mlp.*", marks=pytest.mark.nightly),
         ("gemma2", "all-linear", None),
         ("phi3", ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"], None),
-        ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], None),
-        ("starcoder2", ["q_proj", "c_fc", "c_proj"], None),
-        ("cohere", r".*\.(self_attn\.[qk]_proj|mlp\.up_proj)", None),
-        ("mixtral", ATTENTION, None),
+        pytest.param(
+            "gpt_neox", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], None, marks=pytest.mark.nightly
+        ),
+        pytest.param("starcoder2", ["q_proj", "c_fc", "c_proj"], None, marks=pytest.mark.nightly),
+        pytest.param("cohere", r".*\.(self_attn\.[qk]_proj|mlp\.up_proj)", None, marks=pytest.mark.nightly),
+        pytest.param("mixtral", ATTENTION, None, marks=pytest.mark.nightly),
     ],
 )
 def test_logits_agree_with_peft(family: str, modules: Any, excluded: Any, tmp_path: Path) -> None:
@@ -107,8 +109,8 @@ def test_logits_agree_with_peft(family: str, modules: Any, excluded: Any, tmp_pa
     "options",
     [
         {},
-        {"max_batch_tokens": 8},
-        {"max_adapters": 2},
+        pytest.param({"max_batch_tokens": 8}, marks=pytest.mark.nightly),
+        pytest.param({"max_adapters": 2}, marks=pytest.mark.nightly),
         {"max_adapters": 1, "prefix_cache": False},
         {"kv_cache_tokens": 96, "block_size": 4},
     ],

@@ -70,7 +70,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3", "mixtral"])
+@pytest.fixture(
+    scope="module",
+    params=["llama", "gemma3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "mixtral"))],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -325,6 +328,7 @@ def test_in_batches(server: Served) -> None:
     assert given["custom_id"] == "a" and given["response"]["body"]["data"][0]["logprob"] < 0
 
 
+@pytest.mark.nightly
 def test_scores_survive_the_death_of_the_engine(server: Served, llm: LLM) -> None:
     """The next one begins again what has no answer."""
     context = llm.tokenizer.encode(QUESTION * 24)[:480]

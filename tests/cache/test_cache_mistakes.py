@@ -73,13 +73,18 @@ def copies_of_one_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     "mistake",
     [
         resumed_without_a_state,
-        states_not_copied,
-        states_of_removed_nodes_lost,
-        states_kept_at_other_nodes,
         windows_of_used_nodes_dropped,
-        windows_of_removed_nodes_lost,
-        windows_of_others_attached,
-        copies_of_one_table_alone,
+        *(
+            pytest.param(mistake, marks=pytest.mark.nightly)
+            for mistake in (
+                states_not_copied,
+                states_of_removed_nodes_lost,
+                states_kept_at_other_nodes,
+                windows_of_removed_nodes_lost,
+                windows_of_others_attached,
+                copies_of_one_table_alone,
+            )
+        ),
     ],
 )
 def test_the_machine_notices(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

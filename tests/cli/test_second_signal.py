@@ -40,7 +40,7 @@ def python(code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    "stuck", ["loop", "thread", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("engine", "load"))]
+    "stuck", ["loop", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("thread", "engine", "load"))]
 )
 def test_a_second_signal_ends_a_server_whatever_is_stuck(stuck: str) -> None:
     with python(SERVE.format(stuck=STUCK[stuck])) as process:

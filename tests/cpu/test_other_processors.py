@@ -10,10 +10,18 @@ from kvern.cpu.kernel_library import FLAGS, SOURCES
 from kvern.cpu.processor import ARM
 
 CROSS = "aarch64-linux-gnu-g++"
+BY_DAY = ("attention.cpp", "linear.cpp", "packed_int8.cpp", "threads.cpp")
+"""The longest, and the threads that all use."""
 
 
 @pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"there is no {CROSS}: apt-get install g++-aarch64-linux-gnu")
-@pytest.mark.parametrize("source", sorted(SOURCES.glob("*.cpp")), ids=lambda source: source.name)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(source, id=source.name, marks=[] if source.name in BY_DAY else [pytest.mark.nightly])
+        for source in sorted(SOURCES.glob("*.cpp"))
+    ],
+)
 def test_kernels_compile_for_arm(source: Path) -> None:
     [neon] = ARM
     command = [CROSS, *FLAGS, *neon.flags, "-Wall", "-Werror", "-fsyntax-only", str(source)]

@@ -173,8 +173,19 @@ NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("seconds", [computes, *(pytest.param(f, marks=NIGHTLY) for f in (reads_weights, in_tiles))])
-@pytest.mark.parametrize("guessing", GUESSING.values(), ids=GUESSING)
-@pytest.mark.parametrize("acceptance", ACCEPTANCES.values(), ids=ACCEPTANCES)
+@pytest.mark.parametrize(
+    ("guessing", "acceptance"),
+    [
+        pytest.param(
+            guessing,
+            acceptance,
+            id=f"{name}-{how}",
+            marks=[NIGHTLY] if (number + place) % min(len(GUESSING), len(ACCEPTANCES)) else [],
+        )
+        for number, (name, guessing) in enumerate(GUESSING.items())
+        for place, (how, acceptance) in enumerate(ACCEPTANCES.items())
+    ],
+)
 @pytest.mark.parametrize("running", [1, *(pytest.param(n, marks=NIGHTLY) for n in (4, 16, 64))])
 def test_nothing_is_slower(
     seconds: Callable[[int, bool], float], guessing: dict[str, Any], acceptance: Acceptance, running: int

@@ -48,8 +48,14 @@ def plain(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize(
+    ("same", "compiled"),
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(same, not same, marks=pytest.mark.nightly) for same in (True, False)),
+    ],
+)
 def test_every_parameter(same: bool, compiled: bool, plain: LLM, tiny_model: Path, other_model: Path) -> None:
     prompts = [PROMPTS[index % 3] for index in range(len(EVERYTHING))]
     expected = plain.generate(prompts, EVERYTHING)

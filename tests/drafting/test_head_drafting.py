@@ -19,7 +19,9 @@ from tests.support.outputs import tokens_and_texts
 from tests.support.tiny_model import make_tiny_model
 
 
-@pytest.mark.parametrize(("cpu_kernels", "captures"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("cpu_kernels", "captures"), [pytest.param(False, False, marks=pytest.mark.nightly), (True, True), (True, False)]
+)
 @torch.inference_mode()
 def test_eagle3_drafts_what_its_definition_says(
     cpu_kernels: bool, captures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,7 +74,7 @@ def test_every_parameter(kind: str, tmp_path: Path) -> None:
     assert len(found) > 50
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
+@pytest.mark.parametrize("family", [pytest.param("glm4_moe", marks=pytest.mark.nightly), "glm4_moe_lite"])
 def test_the_models_own_layer(family: str, tmp_path: Path) -> None:
     folder = make_model_with_layer(family, tmp_path)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)

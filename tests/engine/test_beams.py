@@ -73,7 +73,10 @@ SEARCHES = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("llama", marks=pytest.mark.nightly), "gemma3", pytest.param("qwen3_moe", marks=pytest.mark.nightly)],
+)
 def test_beams_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Prompts of one batch, each with another kind of search, beside requests that sample."""
     from transformers import AutoModelForCausalLM

@@ -65,9 +65,10 @@ def test_however_steps_are_cut(options: dict[str, Any], alone: list[Any]) -> Non
         assert engine.statistics().preemptions or "kv_cache_tokens" not in options
 
 
+@pytest.mark.nightly
 def test_after_the_engine_was_killed() -> None:
     prompts = [f"Once upon a time there were {number}" for number in range(4)]
-    params = SamplingParams(temperature=0.8, seed=9, max_tokens=500, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, seed=9, max_tokens=250, ignore_eos=True)
     with LLM("kvern-1m", dtype="bfloat16", deterministic=True, threads=1) as engine:
         expected = [engine.generate([prompt], params)[0].outputs[0].text for prompt in prompts]
     options = ("--model", "kvern-1m", "--dtype", "bfloat16", "--deterministic", "--threads", "1")
@@ -76,7 +77,7 @@ def test_after_the_engine_was_killed() -> None:
         begun = threading.Barrier(len(prompts) + 1)
 
         def read(prompt: str) -> str:
-            given = {"temperature": 0.8, "seed": 9, "max_tokens": 500, "extra_body": {"ignore_eos": True}}
+            given = {"temperature": 0.8, "seed": 9, "max_tokens": 250, "extra_body": {"ignore_eos": True}}
             stream = client.completions.create(model="kvern-1m", prompt=prompt, stream=True, **given)
             text: str = next(iter(stream)).choices[0].text
             begun.wait(PATIENCE)

@@ -18,8 +18,14 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=30)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize(("paged", "prefix_cache", "chunked", "continuous"), SWITCHES)
+@pytest.mark.parametrize(
+    ("paged", "prefix_cache", "chunked", "continuous", "policy"),
+    [
+        pytest.param(*switches, policy, marks=[pytest.mark.nightly] if (number + place) % len(POLICIES) else [])
+        for number, switches in enumerate(SWITCHES)
+        for place, policy in enumerate(sorted(POLICIES))
+    ],
+)
 def test_every_configuration_serves_a_crowd(
     paged: bool, prefix_cache: bool, chunked: bool, continuous: bool, policy: str
 ) -> None:

@@ -17,8 +17,9 @@ def lives(count: int) -> None:
     consume(random_life(replace(random_setup(seed), spans=True), seed) for seed in range(count))
 
 
-def test_no_step_computes_a_part_of_a_span() -> None:
-    lives(60)
+@pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.nightly)])
+def test_no_step_computes_a_part_of_a_span(count: int) -> None:
+    lives(count)
 
 
 def anywhere(spans: Spans, position: int) -> int:

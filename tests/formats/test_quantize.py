@@ -216,14 +216,19 @@ CASES = [
         *CASES,
         ("llama", "awq", int4(32, False)),
         ("mixtral", "int8", INT8),
-        ("gpt_neox", "gptq", int4(32)),
-        ("granitemoe", "fp8", FP8),
-        ("phi3", "gptq", int4(32)),
-        ("nemotron_h", "awq", int4(8)),
-        ("nemotron_h", "int8", INT8),
         ("deepseek_v2", "awq", int4(8)),
-        ("deepseek_v3", "int8", INT8),
-        ("gemma4_experts", "gptq", INT8),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("gpt_neox", "gptq", int4(32)),
+                ("granitemoe", "fp8", FP8),
+                ("phi3", "gptq", int4(32)),
+                ("nemotron_h", "awq", int4(8)),
+                ("nemotron_h", "int8", INT8),
+                ("deepseek_v3", "int8", INT8),
+                ("gemma4_experts", "gptq", INT8),
+            )
+        ),
     ],
     ids=lambda value: getattr(value, "name", value),
 )

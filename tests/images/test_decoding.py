@@ -269,6 +269,7 @@ def test_a_failing_encoder_ends_its_request_alone(folder: Path, monkeypatch: pyt
         assert len(again.outputs[0].token_ids) == 6
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_killed_meanwhile_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ def test_files_harm_their_own_request_alone(tmp_path: Path) -> None:
             return sum(map(resident, processes))
 
         findings = Findings()
-        send((server.host, server.port), [probe(damaged(generator)) for _ in range(60)], findings, KEY)
+        send((server.host, server.port), [probe(damaged(generator)) for _ in range(30)], findings, KEY)
         before = held()
         both = itertools.chain(map(probe, bombs()), (probe(damaged(generator)) for _ in range(20)))
         send((server.host, server.port), both, findings, KEY, width=4)

@@ -43,7 +43,7 @@ LAUNCHES = [call.launch for call in some_calls()]
 
 @pytest.mark.parametrize(
     ("model", "forms"),
-    [("llama", slice(-1, None)), ("gemma2", slice(-1, None))]
+    [("gemma2", slice(-1, None))]
     + [pytest.param(model, slice(None), marks=pytest.mark.nightly) for model in ("llama", "gemma2", "glm4")],
     ids=str,
 )

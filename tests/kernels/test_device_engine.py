@@ -27,8 +27,10 @@ from tests.support.tiny_model import make_tiny_model
 pytestmark = pytest.mark.usefixtures("few_products")
 
 SDPA = {"attention_backend": "torch_sdpa"}
-BY_DAY = ("llama", "gemma2", "olmo2", "qwen3_moe", "gemma4")
+BY_DAY = ("llama", "qwen3_moe", "gemma4")
 BY_NIGHT = (
+    "gemma2",
+    "olmo2",
     "gemma3",
     "qwen3_5",
     "qwen3",
@@ -187,13 +189,13 @@ def test_a_draft_model_guesses_without_the_host(folder: Path, on_device: Callabl
 
 
 def test_everything_that_changes_logits(folder: Path, on_device: Callable[..., LLM]) -> None:
-    plain: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 5, "ignore_eos": True}
+    plain: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_tokens": 3, "ignore_eos": True}
     params = [
         SamplingParams(**plain, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5),
         SamplingParams(**plain, logit_bias={7: 4.0, 9: -50.0}, logprobs=2),
         SamplingParams(**plain, typical_p=0.6),
         SamplingParams(**plain, allowed_token_ids=[3, 4, 5, 6, 7]),
-        SamplingParams(temperature=0, max_tokens=5, min_tokens=4),
+        SamplingParams(temperature=0, max_tokens=3, min_tokens=2),
         SamplingParams(**plain, top_p=0.9, top_k=20, min_p=0.01),
         SamplingParams(**plain, dry_multiplier=2.0, top_n_sigma=1.5, xtc_probability=0.7, dynatemp_range=0.5),
     ]
@@ -247,7 +249,7 @@ def test_a_step_that_runs_out_of_memory_is_run_in_parts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = make_checkpoint(family, tmp_path, **(NETS if family == "qwen3_next" else {}), num_hidden_layers=2)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
     expected = LLM(str(folder), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(folder, **OPTIONS)
     decoder = decoder_of(llm)

@@ -81,7 +81,7 @@ def test_prompts_are_replayed_where_a_model_drafts(
     tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the model, and what its draft model catches up with: drafts are right if the keys of prompts are."""
-    make_checkpoint("llama", tmp_path, num_hidden_layers=2)
+    make_checkpoint("llama", tmp_path, num_hidden_layers=1)
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=7, ignore_eos=True) for seed in range(3)]
     expected = token_ids(on_device(tmp_path, **OPTIONS).generate(PROMPTS, params))
     monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (4,))

@@ -23,7 +23,7 @@ def all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvern.runner.worker, "usable_kernels", lambda *_: (groups, groups))
 
 
-@pytest.mark.parametrize("family", ["llama_bias", "qwen2_moe"])
+@pytest.mark.parametrize("family", [pytest.param("llama_bias", marks=pytest.mark.nightly), "qwen2_moe"])
 def test_norms_add_up_what_ranks_compute(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)
     expected = sampled(folder, ALONE)

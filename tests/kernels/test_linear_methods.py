@@ -20,7 +20,11 @@ PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1
 
 @pytest.mark.parametrize(
     ("family", "layers"),
-    [("llama3", "."), ("llama", r"layers\.1\.mlp"), ("mixtral", "experts|mlp.gate$")],
+    [
+        pytest.param("llama3", ".", marks=pytest.mark.nightly),
+        ("llama", r"layers\.1\.mlp"),
+        pytest.param("mixtral", "experts|mlp.gate$", marks=pytest.mark.nightly),
+    ],
     ids=["tied", "some", "experts"],
 )
 def test_answers_are_those_of_the_rounded_model(

@@ -22,11 +22,14 @@ from kvern.runner.step_graphs import capture_one
 from tests.kernels.models import LARGE_MODELS, spec_of
 from tests.support.families import make_checkpoint
 from tests.support.internals import engine_of, runner_of
-from tests.support.kernels.device_engines import OPTIONS
+from tests.support.kernels.device_engines import NETS, OPTIONS
 from tests.support.kernels.repeated_graphs import RecordedGraphs
 from tests.support.outputs import token_ids
 
 PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 5, [7]]
+
+LAYERS = {"qwen3_5": NETS | {"num_hidden_layers": 2}}
+"""Of families that have more than one of each kind."""
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_a_replayed_step_is_the_eager_one(
     monkeypatch: pytest.MonkeyPatch,
     on_device: Callable[..., LLM],
 ) -> None:
-    make_checkpoint(family, tmp_path)
+    make_checkpoint(family, tmp_path, **LAYERS.get(family, {}))
     sampling = SamplingParams(max_tokens=2, ignore_eos=True, **params)
     options = {**OPTIONS, "max_batch_tokens": 24}
     expected = token_ids(on_device(tmp_path, **options).generate(PROMPTS, sampling))

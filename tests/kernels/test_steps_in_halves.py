@@ -166,7 +166,7 @@ def test_stages_hand_on_joined_rows(tmp_path: Path) -> None:
         torch.testing.assert_close(rows, alone.sent[0])
 
 
-@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+@pytest.mark.parametrize("quantization", ["fp8", pytest.param("int8", marks=pytest.mark.nightly)])
 def test_quantized_layers_answer_alike_in_halves(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

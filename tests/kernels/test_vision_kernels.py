@@ -19,7 +19,7 @@ from tests.support.vision_models import make_vision_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
 
-KINDS = ["mistral3", "qwen3_vl", "qwen2_5_vl", "llava"]
+KINDS = [pytest.param("mistral3", marks=pytest.mark.nightly), "qwen3_vl", "qwen2_5_vl", "llava"]
 """Rotation by rows and columns in turn and one after the other, windows, and no rotation but a leading state."""
 
 
@@ -43,7 +43,7 @@ def rows_of(tower: VisionTower, grids: Sequence[Grid]) -> torch.Tensor:
 
 
 def test_rows_are_those_of_pytorch(folder: Path) -> None:
-    grids = [Grid(8, 12), Grid(4, 4), Grid(20, 8)]
+    grids = [Grid(8, 4), Grid(4, 4), Grid(4, 12)]
     expected = rows_of(load(folder, frozenset()), grids)
     assert expected.abs().max() > 0.1
     found = rows_of(load(folder, VISION_KERNELS), grids)

@@ -156,7 +156,12 @@ def test_borrowing_layers_compute_the_tokens_that_are_sampled_from_alone(borrowi
 
 @pytest.mark.parametrize(
     ("family", "cpu_kernels"),
-    [("gemma4", False), ("gemma4_experts", False), ("gemma4_vision", False), ("gemma4_vision", True)],
+    [
+        ("gemma4", False),
+        pytest.param("gemma4_experts", False, marks=pytest.mark.nightly),
+        pytest.param("gemma4_vision", False, marks=pytest.mark.nightly),
+        ("gemma4_vision", True),
+    ],
 )
 def test_preemptions_change_no_answer_with_kernels_and_without(family: str, cpu_kernels: bool, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)

@@ -309,7 +309,16 @@ def test_no_damage_to_the_configuration_is_more_than_one_line(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma3", "mixtral", "qwen3_moe", "phi3", "gpt_neox", "minimax_m2", "ministral3", "mistral3"]
+    "family",
+    [
+        "gemma3",
+        "qwen3_moe",
+        "mistral3",
+        *(
+            pytest.param(family, marks=pytest.mark.nightly)
+            for family in ("mixtral", "phi3", "gpt_neox", "minimax_m2", "ministral3")
+        ),
+    ],
 )
 def test_no_damage_to_a_familys_own_settings_is_more_than_one_line(family: str, tmp_path: Path) -> None:
     config = read_config(make_checkpoint(family, tmp_path))

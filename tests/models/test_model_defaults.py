@@ -65,7 +65,13 @@ def left_out(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"text_config.{inner}", {**config, "text_config": rest}) for inner, rest in left_out(text))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.nightly] if number % 3 else [])
+        for number, family in enumerate([*FAMILIES, *ENCODERS])
+    ],
+)
 def test_settings_that_are_left_out_are_the_types_own(family: str) -> None:
     """Transformers reads what is left, and writes every setting out: kvern takes both for the same model."""
     from transformers import AutoConfig

@@ -22,6 +22,7 @@ from tests.support.families import FAMILIES, make_checkpoint, reference_logits
 from tests.support.model_outputs import PROMPT, TOLERANCE, DenseAttend, each_layer, error, logits, with_attention
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_agree_with_transformers(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)

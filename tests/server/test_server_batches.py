@@ -159,14 +159,14 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(server: Served) -> None:
 def test_a_batch_survives_its_server(tmp_path: Path, how: int) -> None:
     with serving(tmp_path) as served:
         client = served.client()
-        batch = begin(client, rows(300, max_tokens=60, ignore_eos=True))
+        batch = begin(client, rows(150, max_tokens=60, ignore_eos=True))
         eventually(lambda: client.batches.retrieve(batch.id).request_counts.completed > 20)
         served.stop(how)
     with serving(tmp_path) as served:
         client = served.client()
         batch = ended(client, batch.id)
-        assert (batch.status, batch.request_counts.completed) == ("completed", 300)
-        assert set(answers(client, batch.output_file_id)) == {f"row-{number}" for number in range(300)}
+        assert (batch.status, batch.request_counts.completed) == ("completed", 150)
+        assert set(answers(client, batch.output_file_id)) == {f"row-{number}" for number in range(150)}
 
 
 def pauses(client: openai.OpenAI, batch_id: str, why: str) -> bool:

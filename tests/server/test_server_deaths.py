@@ -65,12 +65,13 @@ def test_a_request_by_which_the_engine_is_killed_or_hangs(tmp_path: Path, expect
         assert 2 <= served.figure("engine_restarts_total") <= most
 
 
-def test_kills_in_quick_succession_blame_nobody(expected: list[str]) -> None:
+@pytest.mark.parametrize("count", [3, pytest.param(5, marks=pytest.mark.nightly)])
+def test_kills_in_quick_succession_blame_nobody(expected: list[str], count: int) -> None:
     """Also while the next engine loads, as soon as it computes, and by other signals that come from outside."""
     with serving(*SMALL) as served, concurrent.futures.ThreadPoolExecutor(32) as pool:
         streams = Streams(served.client(), pool)
         streams.begun.wait(PATIENCE)
-        for number, sent in enumerate([signal.SIGKILL, signal.SIGHUP, *[signal.SIGKILL] * 3]):
+        for number, sent in enumerate([signal.SIGKILL, signal.SIGHUP, *[signal.SIGKILL] * (count - 2)]):
             dead = kill(served, sent)
             eventually(lambda dead=dead: engine_pid(served) not in (None, dead))
             if number % 3 < 2:

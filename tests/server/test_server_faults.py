@@ -134,6 +134,7 @@ def test_a_template_that_loops(tmp_path: Path) -> None:
         assert "2 renderings took too long" in answers[-1][2]["error"]["message"]
 
 
+@pytest.mark.nightly
 def test_kill_under_64_streams() -> None:
     """Each stream's text is the same as without the kill."""
     prompts = [f"Once upon a time there were {number}" for number in range(64)]

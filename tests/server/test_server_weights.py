@@ -222,7 +222,9 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("how", [*SHARED])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[] if how == "replicas" else [pytest.mark.nightly]) for how in SHARED]
+)
 def test_ranks_stages_and_replicas_change_together(
     folder: Path, expected: dict[str, Answers], tmp_path: Path, how: str
 ) -> None:

@@ -133,6 +133,7 @@ def test_what_is_refused(server: Served) -> None:
     assert found == 400 and content["error"]["message"].startswith("siglip is an encoder")
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_killed_is_replaced(server: Served, folder: Path) -> None:
     server.kill_engine()
     answer = ask(server, input=[{"image": url(saved(IMAGE))}] * 100)

@@ -250,6 +250,7 @@ def test_bad_forms_hurt_nobody(server: Served, extra: dict[str, Any], said: str)
         assert list(other)[-1].choices[0].finish_reason
 
 
+@pytest.mark.nightly
 def test_a_form_survives_the_death_of_the_engine(server: Served) -> None:
     """The next engine goes on in the middle of the grammar."""
     client = server.client()

@@ -86,7 +86,9 @@ def test_pages_of_another_process(option: str, store: Store) -> None:
         assert get(store, range(10), SIZE + 1) == [False] * 10
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize(
+    "delay", [pytest.param(0.0, marks=pytest.mark.nightly), 0.01, pytest.param(0.05, marks=pytest.mark.nightly)]
+)
 def test_an_owner_that_is_killed_amid_answers(option: str, store: Store, delay: float) -> None:
     """What comes is right; the rest does not come, whatever the master believes."""
     with writer(f"{option}?segment=64MB", 0, 10_000, SIZE) as owner, ThreadPoolExecutor(1) as pool:

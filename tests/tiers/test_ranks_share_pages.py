@@ -46,12 +46,12 @@ def asked(folder: Path, pages: Path, heads: int = 1, **options: Any) -> tuple[li
     ("family", "writer", "readers"),
     [
         ("llama", {"tensor_parallel_size": 2}, [{}, {"tensor_parallel_size": 4}]),
-        ("llama", {}, [{"tensor_parallel_size": 2}]),
-        ("deepseek_v3", {"tensor_parallel_size": 2}, [{}]),
+        pytest.param("llama", {}, [{"tensor_parallel_size": 2}], marks=pytest.mark.nightly),
+        pytest.param("deepseek_v3", {"tensor_parallel_size": 2}, [{}], marks=pytest.mark.nightly),
         ("deepseek_v3", {}, [{"tensor_parallel_size": 2}]),
         ("gemma3", {"tensor_parallel_size": 2}, [{}]),
-        ("gemma3", {}, [{"tensor_parallel_size": 2}]),
-        ("mixtral", {"tensor_parallel_size": 2}, [{}]),
+        pytest.param("gemma3", {}, [{"tensor_parallel_size": 2}], marks=pytest.mark.nightly),
+        pytest.param("mixtral", {"tensor_parallel_size": 2}, [{}], marks=pytest.mark.nightly),
     ],
 )
 def test_pages_are_read_by_any_number_of_ranks(
@@ -70,7 +70,11 @@ def test_pages_are_read_by_any_number_of_ranks(
 
 @pytest.mark.parametrize(
     ("family", "divided"),
-    [("qwen3_next", {}), ("qwen3_next", {"tensor_parallel_size": 2}), ("falcon_h1", {"pipeline_parallel_size": 2})],
+    [
+        pytest.param("qwen3_next", {}, marks=pytest.mark.nightly),
+        ("qwen3_next", {"tensor_parallel_size": 2}),
+        pytest.param("falcon_h1", {"pipeline_parallel_size": 2}, marks=pytest.mark.nightly),
+    ],
 )
 def test_states_are_read_by_as_many_ranks(family: str, divided: dict[str, Any], tmp_path: Path) -> None:
     """Each rank has the states of its share of the heads, or of its layers."""

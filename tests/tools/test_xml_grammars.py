@@ -200,7 +200,7 @@ def test_models_that_write_blanks_for_ever_cost_little(form: ToolFormat, place: 
     written = {"qwen3_coder": qwen_call, "minimax": minimax_call, "glm": glm_call}[form.name]
     call, (opening, closing) = written(("count", "1")), form.markers[:2]
     end = (0, len(opening), call.index("1"), call.rindex(closing))[place]
-    text = call[:end] + " " * 30_000
+    text = call[:end] + " " * 10_000
     tail = f"1{closing} x"
     whole = read(reader_of(form, tools={"plan": PLAN}), text + tail)
     pieces = read(reader_of(form, tools={"plan": PLAN}), text + tail, range(1, len(text) + 1))
