@@ -142,10 +142,11 @@ def test_probabilities_are_kept_until_their_drafts_are_verified() -> None:
     assert drawn.of(step) is None
 
 
-def test_an_engine_draws_with_the_models_probabilities(tiny_model: Path) -> None:
+@pytest.mark.parametrize("requests", [50, pytest.param(100, marks=pytest.mark.nightly)])
+def test_an_engine_draws_with_the_models_probabilities(tiny_model: Path, requests: int) -> None:
     options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 32, "dtype": "float32", "threads": 1}
     with LLM(str(tiny_model), **options) as llm:
-        check_draws(llm, 100, 50)
+        check_draws(llm, requests, 50)
 
 
 def test_what_else_requests_ask_for(tiny_model: Path) -> None:

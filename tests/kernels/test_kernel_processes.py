@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys
 import torch, triton
@@ -70,6 +72,7 @@ def without_interpreter(script: str, cache: Path) -> "subprocess.CompletedProces
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly
 def test_a_kernels_name_does_not_depend_on_what_was_launched_before(tmp_path: Path) -> None:
     """Or each process and each start compiles once more what others compiled in another order."""
     done = without_interpreter(NAMES, tmp_path)

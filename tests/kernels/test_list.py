@@ -149,7 +149,9 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     assert not idle
 
 
-@pytest.mark.parametrize("model", TINY_MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TINY_MODELS]
+)
 def test_what_is_timed_says_what_it_moves(model: str, device: torch.device) -> None:
     spec = spec_of(model)
     inputs = Inputs(device, torch.bfloat16, "empty", packed=kinds_of_forms(spec, torch.bfloat16, tuple(FORMS)))

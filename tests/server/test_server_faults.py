@@ -169,13 +169,14 @@ def test_the_event_loop_is_never_blocked(tmp_path: Path) -> None:
 
 async def _watch_the_loop() -> None:
     text = "Tell me a story about a fox and a bear. " * 20_000
-    bodies: list[tuple[str, Any]] = [("/v1/completions", STREAM | {"prompt": f"Once {n}"}) for n in range(48)]
+    stream = STREAM | {"max_tokens": 250}
+    bodies: list[tuple[str, Any]] = [("/v1/completions", stream | {"prompt": f"Once {n}"}) for n in range(48)]
     bodies += [("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})] * 2
     bodies += [("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})] * 2
     bodies += [("/v1/completions", {"prompt": [7] * 300_000})] * 2
     bodies += [("/v1/completions", {"prompt": ["Once"] * 64, "max_tokens": 20, "logprobs": 5})]
     stop = ["e" * 1023 + chr(200 + number) for number in range(64)]
-    bodies += [("/v1/completions", STREAM | {"prompt": "Once", "n": 8, "stop": stop})]
+    bodies += [("/v1/completions", stream | {"prompt": "Once", "n": 8, "stop": stop})]
     async with watched_server() as (ask, times):
         await asyncio.gather(*(ask(path, body) for path, body in bodies))
     assert 0 < max(times) < 0.020

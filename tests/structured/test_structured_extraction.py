@@ -25,7 +25,7 @@ def schema_of(record: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("temperature", "count"),
-    [(0.0, 500), (1.5, 60), pytest.param(1.5, 500, marks=pytest.mark.nightly)],
+    [(0.0, 120), (1.5, 40), *(pytest.param(heat, 500, marks=pytest.mark.nightly) for heat in (0.0, 1.5))],
 )
 def test_every_record_parses_and_validates(temperature: float, count: int) -> None:
     examples = questions("extraction", count)
@@ -47,4 +47,4 @@ def test_every_record_parses_and_validates(temperature: float, count: int) -> No
         jsonschema.validate(json.loads(answer.text), schema)
     right = sum(is_right(example, answer.text) for example, answer in zip(examples, answers, strict=True))
     print(f"\ntemperature {temperature}: {right} of {count} records are right to the letter")
-    assert right > (475 if temperature == 0 else 0)
+    assert right > (0.95 * count if temperature == 0 else 0)
