@@ -1,6 +1,7 @@
 """What all tests share: a deterministic hypothesis, an engine with `tests.support.tiny_model`, and a server."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,17 @@ with contextlib.suppress(BuildError):  # without a compiler tests run through Py
 
 if torch.cuda.is_available():  # all tests share what one has compiled, also those with a cache folder of their own
     keep_builds(EngineConfig().cache_folder)
+
+
+def pytest_sessionstart() -> None:
+    """Nothing that is imported is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: a million objects that collections of garbage need not look at each time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,7 +29,7 @@ def is_of_the_night(name: str, kind: str, params: dict[str, Any]) -> bool:
     if name == "test_switches_change_nothing":  # layers of taps are divided over ranks and stages
         options = params["options"]
         divided = "tensor_parallel_size" in options or "pipeline_parallel_size" in options
-        return kind not in ({"qwen3_vl"} if divided else {"qwen3_vl", "qwen3_5", "gemma4"})
+        return kind not in ({"qwen3_vl"} if divided else {"qwen3_vl", "gemma4"})
     if name == "test_chunks_end_anywhere_within_an_image" and kind == "mistral3":
         return True
     if name == "test_answers_are_those_of_transformers" and kind not in CARRIERS:

@@ -169,11 +169,13 @@ def test_answers_about_images_are_captured_steps(kind: str, folder: Path) -> Non
         assert 1 in captured._sizes
 
 
-def test_chunks_end_anywhere_within_an_image(kind: str, folder: Path) -> None:
+@pytest.mark.parametrize("some", [slice(0, None, 3), pytest.param(slice(None), marks=pytest.mark.nightly)], ids=str)
+def test_chunks_end_anywhere_within_an_image(kind: str, folder: Path, some: slice) -> None:
     parts = ("what", picture(100, 60), "is", picture(60, 140), "this")
     images = [part for part in parts if not isinstance(part, str)]
     longest = FAMILIES[kind].longest_span
-    for tokens in (longest, longest + 1, longest + 5, 2 * longest + 7) if longest else (1, 2, 3, 5, 7, 11):
+    sizes = (longest, longest + 1, longest + 5, 2 * longest + 7) if longest else (1, 2, 3, 5, 7, 11)
+    for tokens in sizes[some]:
         with engine(folder, max_batch_tokens=tokens, max_batch_requests=1) as llm:
             [output] = llm.chat(talk(*parts), PARAMS)
             check(kind, folder, output, images)

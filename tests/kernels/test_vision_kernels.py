@@ -19,7 +19,12 @@ from tests.support.vision_models import make_vision_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
 
-KINDS = [pytest.param("mistral3", marks=pytest.mark.nightly), "qwen3_vl", "qwen2_5_vl", "llava"]
+KINDS = [
+    pytest.param("mistral3", marks=pytest.mark.nightly),
+    "qwen3_vl",
+    "qwen2_5_vl",
+    pytest.param("llava", marks=pytest.mark.nightly),
+]
 """Rotation by rows and columns in turn and one after the other, windows, and no rotation but a leading state."""
 
 
