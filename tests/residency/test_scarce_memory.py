@@ -98,6 +98,35 @@ def test_two_busy_models_take_turns_and_no_request_that_began_is_refused() -> No
     assert moves(residency, 202.0) == [("b", "awake")]
 
 
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_model_whose_requests_went_on_or_away_is_refused_like_others(wakes: bool) -> None:
+    residency = residency_of("a", "b", awake_from=None)
+    for name in "ab":
+        residency.asked(name, 0.0)
+    assert moves(residency, 0.0) == [("a", "awake"), ("b", "awake")]
+    for name in "ab":
+        residency.moved(name, 3.0)
+    residency.host = left(-1)
+    assert moves(residency, 50.0) == [("a", "asleep")]
+    residency.moved("a", 51.0)
+    if wakes:
+        residency.host = left(9)
+        assert moves(residency, 52.0) == [("a", "awake")]
+        residency.moved("a", 53.0)
+        residency.dismiss("a")
+    residency.ended("a", 54.0)
+    residency.ended("b", 54.0)
+    if wakes:
+        assert moves(residency, 55.0) == [("a", "asleep")]
+        residency.moved("a", 56.0)
+    residency.host = left(1)
+    residency.dismiss("b", "cold")
+    assert moves(residency, 57.0) == [("b", "cold")]
+    residency.moved("b", 58.0)
+    residency.asked("a", 60.0)
+    assert "end other programs" in residency.decide(60.0).refused["a"]
+
+
 def test_a_wake_waits_for_others_to_make_way_or_is_refused_with_the_numbers() -> None:
     residency = residency_of("a")
     residency.add("b", Terms(), SIZE, 0.0)
