@@ -245,7 +245,7 @@ class Residency:
             model.leaves, model.keep_alive = None, model.terms.keep_alive  # requests may have come meanwhile
         if model.state == "awake":
             model.failures = 0
-            model.fruitful = model.interrupted = False
+            model.fruitful = False
             model.awake_since = now
             model.wanted_at = None
         else:
