@@ -30,7 +30,7 @@ pytestmark = [
 OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "dtype": "bfloat16",
-    "max_model_len": 512,
+    "max_model_len": 256,
     "kv_cache_tokens": 1 << 17,
     "max_batch_requests": 8,
     "enable_sleep": True,
@@ -66,15 +66,15 @@ def test_memory_comes_back_with_its_contents_at_its_addresses() -> None:
     owner = Owner()
     memory = DeviceMemoryAsleep(owner, torch.device("cuda:0"), [owner.cache])
     addresses = [tensor.data_ptr() for tensor in owner.tensors]
-    torch.cuda.synchronize()
-    free = torch.cuda.mem_get_info()[0]
     for turn in range(3):
         owner.parts["half"][turn * 1000 : turn * 1000 + 7] = turn  # changed after it was copied
         owner.weight[-1 - turn] = 3.0
         owner.cache.fill_(turn + 5)
         expected, total = [tensor.clone() for tensor in owner.tensors], owner.call()
+        torch.cuda.synchronize()
+        free = torch.cuda.mem_get_info()[0]
         held = memory.leave()
-        assert torch.cuda.mem_get_info()[0] >= free + (40 + 6 + 5 + 128) * MIB - 64 * MIB * turn
+        assert torch.cuda.mem_get_info()[0] >= free + (40 + 6 + 5 + 128) * MIB
         assert held < torch.cuda.get_device_properties(0).total_memory // 4
         memory.enter()
         assert [tensor.data_ptr() for tensor in owner.tensors] == addresses
@@ -186,7 +186,7 @@ def test_models_share_a_card_and_make_way_for_each_other(tmp_path: Path) -> None
     for number, family in enumerate(("llama", "qwen3_5")):
         make_checkpoint(family, tmp_path / f"model-{number}")
     make_encoder("bert", tmp_path / "encoder")
-    options = {"max_model_len": 512, "max_batch_requests": 8, "kv_cache_tokens": 4096, "gpu_memory_share": 0.05}
+    options = {"max_model_len": 256, "max_batch_requests": 8, "kv_cache_tokens": 4096, "gpu_memory_share": 0.05}
     models = {f"model-{number}": str(tmp_path / f"model-{number}") for number in range(2)}
     texts = {"encoder": {"model": str(tmp_path / "encoder"), "max_model_len": 64}}
     found = served_models(EngineConfig(device="cuda", deterministic=False, **options), models | texts, None)

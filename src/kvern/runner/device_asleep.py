@@ -118,10 +118,10 @@ class DeviceMemoryAsleep:
         return (part.numbers * self._key[: len(part.numbers)]).sum()
 
     def _copy(self, parts: Sequence[_Part], *, to_host: bool) -> None:
-        stream = torch.cuda.current_stream(self.device)
+        """Copies parts, and waits for that. What steps do with them has ended."""
         pairs = [(_address(part.host), part.address, len(part.host)) for part in parts]
-        copy_all(pairs, stream, to_host=to_host)
-        stream.synchronize()
+        copy_all(pairs, self._stream, to_host=to_host)
+        self._stream.synchronize()
 
     @torch.inference_mode()
     def _zero(self) -> None:
