@@ -27,7 +27,8 @@ def _driver() -> ctypes.PyDLL:
 def copy_all(pairs: Sequence[tuple[int, int, int]], stream: torch.cuda.Stream, *, to_host: bool) -> None:
     """Copies between pinned memory and the stream's device: `pairs` has (host, device, bytes), the first two addresses.
 
-    It does not wait. The stream is none of the default ones: CUDA refuses those. With CUDA 13 it takes less than a microsecond a copy, before it about five. Raises RuntimeError.
+    It does not wait. The stream is not the default one, which CUDA refuses. With CUDA 13 it takes less than a
+    microsecond a copy, before it about five. Raises RuntimeError.
     """
     if not pairs:
         return
