@@ -153,7 +153,7 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     idle = [
         kernel.name
         for kernel in KERNELS
-        if not any(kernel in kernels_of(form[0]) and list(kernel.launched(*form)) for form in forms)
+        if not any(kernel in kernels_of(form[0]) and any(True for _ in kernel.launched(*form)) for form in forms)
     ]
     assert not idle
 

@@ -22,6 +22,7 @@ Nothing here imports torch; the modules are chosen from it once, when the `Decod
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from kvern.spec.mixers import AttentionSpec, LatentAttentionSpec, RecurrentSpec, TwoMixersSpec
@@ -436,7 +437,7 @@ class ModelSpec:
         ]
         return max((*self.caching_layers, *states), default=0)
 
-    @property
+    @cached_property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attentions of the layers that store keys and values, in their order: the KV cache is made for these."""
         return tuple(layer.cached for layer in self.layers if layer.cached is not None)
