@@ -37,10 +37,10 @@ def group_of(table: int, heads: int, width: int, dtype: torch.dtype, device: tor
 class Moved:
     """Groups of heads with a tier, of which pages are saved from some blocks and loaded to others."""
 
-    def __init__(self, shape: str, device: torch.device, **stores: Store) -> None:
+    def __init__(self, shape: str, device: torch.device, ring: int = 1 << 20, **stores: Store) -> None:
         torch.manual_seed(len(shape))
         self.groups = [group_of(*each, device) for each in SHAPES[shape]]
-        self.mover = DeviceMover(self.groups, [1 if each.table == STATES else PAGE for each in self.groups], 1 << 20)
+        self.mover = DeviceMover(self.groups, [1 if each.table == STATES else PAGE for each in self.groups], ring)
         for store in stores.values():
             if isinstance(store, HostStore):
                 self.mover.pin(store)
@@ -163,3 +163,21 @@ def test_any_flipped_bit_is_a_miss(shape: str, kind: str, device: torch.device) 
             moved.save(1, [1, 2, 3, 4])
     assert moved.tier.figures()["store"].corrupt_pages > 0
     assert moved.load((1, [8, 9, 10, 11])) == 1
+
+
+def test_a_step_is_saved_before_the_one_before_it_has_reached_the_host(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring for two steps takes the pages of two, to the last."""
+    page = PAGE * group_of(0, 3, 8, torch.bfloat16, torch.device("cpu")).block_bytes * 3
+    moved = Moved("several heads", device, ring=4 * page, store=host())
+    waiting: list[Any] = []
+    monkeypatch.setattr(moved.tier.shelf._sealing, "submit", waiting.append)
+    for key in (1, 3):
+        moved.tier.save([PageSave(bytes([key + more]) * 32, [[0, 1, 2, 3]]) for more in range(2)])
+    moved.tier.save([PageSave(bytes([5]) * 32, [[0, 1, 2, 3]])])
+    for call in waiting:
+        call()
+    eventually(lambda: moved.tier.shelf.is_quiet)
+    [found] = moved.tier.figures().values()
+    assert (found.stored_tokens, found.skipped_tokens) == (4 * PAGE * BLOCK, PAGE * BLOCK)

@@ -212,7 +212,7 @@ class DeviceMover:
     is_prompt = True
 
     def __init__(self, groups: Sequence[HeadGroup], page_blocks: Sequence[int], most_packed: int) -> None:
-        """`page_blocks`: the blocks of a page of each group. `most_packed`: the bytes of the pages of a large step."""
+        """`page_blocks`: the blocks of a page of each group. `most_packed`: the bytes of pages in the ring."""
         self.groups = groups
         kinds = []
         for number, (group, count) in enumerate(zip(groups, page_blocks, strict=True)):
@@ -224,9 +224,10 @@ class DeviceMover:
         self.cell: int | None = max(
             SMALLEST_CELL, _aligned(HEADER_BYTES + min(kind.size for kind in kinds), mmap.PAGESIZE)
         )
-        self.room = max(most_packed, *(kind.heads * kind.padded for kind in kinds))
-        self._ring = Ring(self.room)
-        self._memory = torch.empty(_aligned(self.room, 16), dtype=torch.uint8, device=self._device)
+        size = max(most_packed, *(kind.heads * kind.padded for kind in kinds))
+        self.room = size + HEADER_BYTES * (size // min(kind.padded for kind in kinds))
+        self._ring = Ring(size)
+        self._memory = torch.empty(_aligned(size, 16), dtype=torch.uint8, device=self._device)
         self._out: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stage = max(STAGE_BYTES, *(kind.heads * kind.padded for kind in kinds))
         self._stages: list[_Stage] = []

@@ -34,7 +34,7 @@ MARGIN_SHARE = 0.02
 GRAPH_BYTES = 1 << 20
 """The bytes that a driver takes for a captured graph, beside the activations that all graphs share."""
 RING_BYTES = 2 << 30
-"""The most memory in which pages for a tier are packed, on a GPU: what a step computes of a 32B model."""
+"""The most memory in which pages for a tier are packed, on a GPU: what two steps compute of an 8B model."""
 STAGE_BYTES, STAGES = 32 << 20, 3
 """Memory of a GPU to which pages from a tier are copied before they are unpacked, or one page if that is larger."""
 CONTEXT_BYTES = 600 << 20
@@ -105,8 +105,11 @@ def bytes_of_reading(spec: ModelSpec, itemsize: int, graphs: Sequence[int]) -> i
 
 
 def bytes_of_packed(plan: Plan, token_bytes: int, state_bytes: int) -> int:
-    """Bytes of the ring in which a GPU packs pages for a tier: those of the tokens of a step, and of a state."""
-    return max(state_bytes, min(RING_BYTES, plan.max_batch_tokens * token_bytes + state_bytes))
+    """Bytes of the ring in which a GPU packs pages for a tier: those of the tokens of two steps, and of two states.
+
+    The pages of a step are packed before those of the one before have reached the host.
+    """
+    return max(state_bytes, min(RING_BYTES, 2 * (plan.max_batch_tokens * token_bytes + state_bytes)))
 
 
 def bytes_of_state(spec: ModelSpec, dtype: torch.dtype) -> int:
