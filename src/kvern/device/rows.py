@@ -1,5 +1,6 @@
 """The batch as it lives on the device: one row a running request."""
 
+import struct
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
@@ -206,13 +207,13 @@ class BatchRows:
 
     def _write(self, target: torch.Tensor, runs: Iterable[tuple[int, int, list[int]]]) -> None:
         """Write runs of values to rows of `target`: (row, first column, values)."""
-        if target.device.type == "cpu":
-            numbers = target.numpy()
-            for slot, first, values in runs:
-                numbers[slot, first : first + len(values)] = values
-            return
+        on_host = target.numpy() if target.device.type == "cpu" else None
         for slot, first, values in runs:
-            target[slot, first : first + len(values)] = torch.tensor(values, dtype=torch.int32)
+            numbers = np.frombuffer(struct.pack(f"{len(values)}i", *values), dtype=np.int32)
+            if on_host is not None:
+                on_host[slot, first : first + len(values)] = numbers
+            else:
+                target[slot, first : first + len(values)] = send(numbers, target.device)
 
     @property
     def turns(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -69,6 +69,7 @@ class InputProcessor:
         self._processors = processors
         self.max_model_len = limits.max_model_len
         self.vocab_size = model.vocab_size
+        self._token_ids = list[Annotated[int, msgspec.Meta(ge=0, lt=model.vocab_size)]]
         self.model = model
         self._images_in_prompts = model.reads_images and not model.is_encoder
         self._refusal = _refusal(model)
@@ -271,7 +272,8 @@ class InputProcessor:
                 "max_model_len if the model allows"
             )
             raise PromptTooLong(message, len(token_ids), most)
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
+        with contextlib.suppress(msgspec.ValidationError):  # it does not say what is wrong where, but is fast
+            msgspec.convert(token_ids, self._token_ids)
             return
         for position, token in enumerate(token_ids):
             if isinstance(token, bool) or not isinstance(token, int):
