@@ -66,3 +66,22 @@ def test_hits_are_counted_once_a_request() -> None:
     request.queue.preemptions += 1
     assert cache.admit(request, 3) is not None
     assert (cache.statistics.hit_tokens, cache.statistics.queried_tokens) == (8, 20)
+
+
+def test_a_request_that_was_looked_for_finds_what_has_changed_since() -> None:
+    cache = KVCacheManager(8, 2)
+    finished_request(cache, [1] * 4, 1)
+    request, other = asking([1] * 9), asking([1, 1, 2])
+    assert cache.cached_tokens(request) == 4
+    finished_request(cache, [1] * 8, 2)
+    assert cache.cached_tokens(request) == 8
+    cache.tree.evict(3)
+    assert cache.cached_tokens(request) == 2
+    other.cache_namespace = request.cache_namespace = b"other"
+    assert cache.cached_tokens(request) == 0
+    assert cache.admit(other, 3) is not None
+    other.num_computed_tokens = 3
+    cache.free(other, 3)
+    assert cache.cached_tokens(request) == 2
+    request.cache_namespace = b""
+    assert cache.cached_tokens(request) == 2

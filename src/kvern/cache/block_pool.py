@@ -28,25 +28,30 @@ class BlockPool:
         """Take `count` free blocks, each with one reference. Raises IndexError when fewer are free."""
         if count > len(self._free):
             raise IndexError(f"{count} blocks were asked for and {len(self._free)} of {self.capacity} are free")
-        blocks = [self._free.pop() for _ in range(count)]
+        first = len(self._free) - count
+        blocks = self._free[first:][::-1]
+        del self._free[first:]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add one owner to blocks that have at least one."""
+        references = self._references
         for block in blocks:
-            if self._references[block] == 0:
+            count = references[block]
+            if count == 0:
                 raise ValueError(f"block {block} is free and cannot be shared")
-            self._references[block] += 1
+            references[block] = count + 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one owner; a block without owners becomes free."""
+        references = self._references
         for block in blocks:
-            count = self._references[block] - 1
+            count = references[block] - 1
             if count < 0:
                 raise ValueError(f"block {block} was released more often than it was taken")
-            self._references[block] = count
+            references[block] = count
             if count == 0:
                 self._free.append(block)
 

@@ -194,8 +194,9 @@ class KVCacheManager:
             self.tree.touch(partial)
         sources = self._blocks_at(partial)  # may be evicted now: they are copied before they change
         taken = self._blocks.take(needed, partial)
-        self.pool.share(node.block for node in path)
-        request.block_ids = [node.block for node in path] + taken[0]
+        shared = [node.block for node in path]
+        self.pool.share(shared)
+        request.block_ids = shared + taken[0]
         request.num_computed_tokens = self._tokens_of(prefix)
         for extension, blocks in zip(self.extensions, taken[1:], strict=True):
             extension.take(request, blocks)
@@ -382,8 +383,10 @@ class KVCacheManager:
         if namespace is None:
             return CachedPrefix([], None, 0, -1)
         limit, spans = request.most_cached, request.spec.prompt.spans
+        contents = _contents(request)
         while True:
-            path, partial, shared = self.tree.match(namespace, _contents(request), limit)
+            path, partial, shared = self.tree.match(namespace, contents, limit, request.cached_path)
+            request.cached_path = path
             known = len(path)
             if partial is not None and step is not None and partial.step >= step:
                 partial, shared = None, 0  # the step that would copy it is the one that computes it

@@ -81,17 +81,25 @@ class RadixCache:
         """Blocks in the tree."""
         return self._size
 
-    def match(self, namespace: bytes, tokens: Sequence[int], limit: int) -> tuple[list[Node], Node | None, int]:
+    def match(
+        self, namespace: bytes, tokens: Sequence[int], limit: int, before: Sequence[Node] = ()
+    ) -> tuple[list[Node], Node | None, int]:
         """The longest cached prefix of tokens[:limit].
 
         Returns the path of whole blocks, then the node whose block begins with the following tokens (None if there
-        is none) and how many of its tokens match. Changes nothing.
+        is none) and how many of its tokens match. Changes nothing. `before` is a path of these tokens that was found
+        earlier: as far as its nodes are still there, their tokens are not compared again.
         """
-        path: list[Node] = []
-        node = self._roots.get(namespace)
-        if node is None:
-            return path, None, 0
-        start, size = 0, self._block_size
+        root = self._roots.get(namespace)
+        if root is None:
+            return [], None, 0
+        size = self._block_size
+        path = [*before[: limit // size]]
+        while path and not _is_there(path[-1]):
+            path.pop()
+        if path and path[0].parent is not root:
+            path.clear()
+        node, start = path[-1] if path else root, len(path) * size
         while start + size <= limit:
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -251,6 +259,11 @@ class RadixCache:
         last = {node: position for position, node in enumerate(self._unused)}
         for node in self._unused:
             assert all(last[child] < last[node] for child in node.children.values()), "a parent would go before a child"
+
+
+def _is_there(node: Node) -> bool:
+    """True if a node has not been removed from the tree."""
+    return node.parent is not None and node.parent.children.get(node.tokens) is node
 
 
 def _longest_shared(node: Node, tokens: Tokens) -> tuple[Node | None, int]:

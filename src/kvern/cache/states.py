@@ -135,8 +135,8 @@ class StatePool(CacheExtension):
         path, partial, shared, known = prefix
         if partial is not None and (partial not in self._kept or shared < len(partial.tokens)):
             partial, shared = None, 0
-        while partial is None and path and path[-1] not in self._kept:
-            path = path[:-1]
+        if partial is None:
+            path = path[: next((end for end in range(len(path), 0, -1) if path[end - 1] in self._kept), 0)]
         return CachedPrefix(path, partial, shared, known)
 
     def begin(self, request: Request, prefix: CachedPrefix) -> None:

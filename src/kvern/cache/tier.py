@@ -233,7 +233,9 @@ class TierTraffic(CacheExtension):
         return nodes[::-1]
 
     def _prompt(self, request: Request, contents: Sequence[int]) -> _Prompt:
-        path, partial, shared = self._tree.match(request.cache_namespace, contents, request.most_cached)
+        namespace, limit = request.cache_namespace, request.most_cached
+        path, partial, shared = self._tree.match(namespace, contents, limit, request.cached_path)
+        request.cached_path = path
         prefix = CachedPrefix(path, partial, shared, len(path))
         for extension in (self._windows, self._states):
             if extension is not None:

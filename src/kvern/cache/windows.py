@@ -135,16 +135,13 @@ class WindowedBlocks(CacheExtension):
         path, partial, shared, known = prefix
         if partial is not None and partial in self._nodes and step is not None and self._nodes[partial].step >= step:
             partial, shared = None, 0  # the step that would copy its blocks is the one that computes them
-        deepest = first = 0
-        for end, node in enumerate(path, 1):
-            if node not in self._nodes:
-                first = end
-            if first <= self.first_seen(end * self._block_size):
-                deepest = end
         position = len(path) * self._block_size + shared
-        if partial is not None and partial in self._nodes and first <= self.first_seen(position):
+        if partial is not None and partial in self._nodes and self._missing(path, position) is None:
             return CachedPrefix(path, partial, shared, known)
-        return CachedPrefix(path[:deepest], None, 0, known)
+        end = len(path)
+        while (missing := self._missing(path[:end], end * self._block_size)) is not None:
+            end = missing  # those behind it see it, too
+        return CachedPrefix(path[:end], None, 0, known)
 
     def begin(self, request: Request, prefix: CachedPrefix) -> None:
         size, path = self._block_size, prefix.path
@@ -266,6 +263,11 @@ class WindowedBlocks(CacheExtension):
                     users[node] += 1
         assert all(self._nodes[node].users == count for node, count in users.items()), "users do not add up"
         return (len(self._nodes) + sum(len(window.blocks) for window in self._requests.values())) * self.limits.tables
+
+    def _missing(self, path: Sequence[Node], position: int) -> int | None:
+        """The last node of a path without blocks, of those that a query at this position sees; None: all have some."""
+        first = self.first_seen(position)
+        return next((index for index in range(len(path) - 1, first - 1, -1) if path[index] not in self._nodes), None)
 
     def _idle(self, window: NodeWindow) -> OrderedDict[Node, None]:
         return self._ends if window.is_end else self._passed

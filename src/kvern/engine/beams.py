@@ -307,6 +307,7 @@ class Beams:
         """Let `child`, which neither runs nor waits, continue from `parent`."""
         scheduler = self._scheduler
         child.token_ids = [*parent.token_ids, token_id]
+        child.cached_path = []
         if child.search is not None:
             child.search.held.discard(child)
         fits = parent.state is State.RUNNING and scheduler.running.free_rows

@@ -284,6 +284,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     nodes: "list[Node]" = field(default_factory=list)
     """The nodes of its full blocks in the prefix tree."""
+    cached_path: "list[Node]" = field(default_factory=list)
+    """The nodes of its first full blocks that the prefix tree had when it was last asked; some may be gone."""
     num_computed_tokens: int = 0
     in_flight: int = 0
     search: "Search | None" = None
