@@ -22,6 +22,7 @@ from kvern.models.registry import spec_from_config
 from kvern.models.updates import stamp_of, updated_tensors
 from kvern.models.weighted import WeightedModel
 from kvern.request.weights import WeightsFound, WeightSource
+from kvern.runner.memory import DeviceMemory
 from kvern.runner.new_weights import NewWeights, check_memory, read_weights
 from kvern.runner.weight_reader import WeightReader
 from kvern.serving.client_weights import EngineWeights
@@ -128,9 +129,9 @@ class OneWeight(WeightedModel):
 def test_engines_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvern.runner.new_weights.available_memory", lambda: 3000)
     model = OneWeight()
-    check_memory([model, None], torch.device("cpu"), 3, Path("new"))
+    check_memory([model, None], DeviceMemory(torch.device("cpu")), 3, Path("new"))
     with pytest.raises(InvalidWeights, match="end other programs"):
-        check_memory([model, None], torch.device("cpu"), 4, Path("new"))
+        check_memory([model, None], DeviceMemory(torch.device("cpu")), 4, Path("new"))
 
 
 class Model:

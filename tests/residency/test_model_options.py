@@ -1,8 +1,11 @@
 """Several models as users name them: flags, configuration files, folders."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from kvern import EngineConfig
 from kvern.cli.main import read_command
 from kvern.errors import ConfigError, ModelNotFound
 from kvern.residency.gpus import UNKNOWN_BYTES, GpuMemory, gpu_memory, shares
-from kvern.residency.options import keep_alive_of, one_or_several, served_models
+from kvern.residency.options import ServedModel, keep_alive_of, one_or_several, served_models
 from kvern.residency.policy import Terms
 
 CPU = EngineConfig(device="cpu", threads=3)
@@ -97,7 +100,7 @@ def test_wrong_options_are_refused(engine: EngineConfig, models: dict[str, Any],
         served_models(CPU, {"a": "nothing"}, None)
 
 
-CARD = GpuMemory(total=140 << 30, free=130 << 30)
+CARD = GpuMemory(total=140 << 30, usable=126 << 30)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
@@ -105,7 +108,8 @@ def test_several_models_share_the_gpus_or_the_memory_of_the_machine(
     has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvern.residency.options.GPU_FILE", tmp_path if has_gpu else tmp_path / "none")
-    monkeypatch.setattr("kvern.residency.options.gpu_memory", lambda names: CARD)
+    monkeypatch.setattr("kvern.residency.options.gpu_memory", lambda names, is_shared_out: CARD)
+    monkeypatch.setattr("kvern.residency.options.seen_gpus", lambda engine: ["0"])
     models = {"a": "kvern-1m", "b": {"model": "kvern-1m", "gpu_memory_share": 0.25}}
     found = served_models(EngineConfig(), models, None)
     assert [one.gpu for one in found] == [CARD if has_gpu else None] * 2
@@ -130,26 +134,88 @@ def test_models_that_cannot_share_gpus_are_refused(
     options: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvern.residency.options.GPU_FILE", tmp_path)
-    monkeypatch.setattr("kvern.residency.options.gpu_memory", lambda names: CARD)
+    monkeypatch.setattr("kvern.residency.options.gpu_memory", lambda names, is_shared_out: CARD)
+    monkeypatch.setattr("kvern.residency.options.seen_gpus", lambda engine: ["0"])
     with pytest.raises(ConfigError, match=reason):
         served_models(EngineConfig(), {"a": "kvern-1m", "b": {"model": "kvern-1m", **options}}, None)
 
 
 def test_memory_of_gpus_that_nobody_tells_is_a_plain_error() -> None:
-    with pytest.raises(ConfigError, match="this process sees no GPU"):
-        gpu_memory([])
-    with pytest.raises(ConfigError, match="does not tell the memory of GPUs GPU-none"):
+    with pytest.raises(ConfigError, match=r"does not tell the memory of GPUs GPU-none|knows 0 of the GPUs GPU-none"):
         gpu_memory(["GPU-none"])
 
 
-@pytest.mark.parametrize("weights", [[16 << 30, 1 << 30], [70 << 30, 60 << 30, 0], [16 << 30] * 20])
-def test_each_model_has_room_for_its_weights_and_a_cache(weights: list[int]) -> None:
-    found = [share * CARD.total for share in shares(weights, CARD)]
-    for size, taken in zip(weights, found, strict=True):
-        assert (size or UNKNOWN_BYTES) * 1.25 < taken <= CARD.total
-    if len(weights) == 2:
+def test_a_gpu_that_this_process_may_not_use_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.residency.options.GPU_FILE", tmp_path)
+    monkeypatch.setattr("kvern.residency.options.seen_gpus", lambda engine: [])
+    assert all(one.gpu is None for one in served_models(EngineConfig(), {"a": "kvern-1m", "b": "kvern-1m"}, None))
+
+
+class Driver:
+    """Cards as NVIDIA's driver tells of them."""
+
+    NVMLError = OSError
+
+    def __init__(self, *cards: tuple[str, int, int]) -> None:
+        self.cards = cards
+
+    def nvmlInit(self) -> None:  # noqa: N802 (the driver's name, as the others)
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:  # noqa: N802
+        return number
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return self.cards[handle][0]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=self.cards[handle][1], free=self.cards[handle][2])
+
+
+def test_cards_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    cards = ("GPU-ab12", 100, 99), ("GPU-cd34", 200, 50)
+    monkeypatch.setitem(sys.modules, "pynvml", Driver(*cards))  # type: ignore[arg-type]
+    assert gpu_memory(["0"]) == gpu_memory(["GPU-ab"]) == GpuMemory(100, 96)
+    assert gpu_memory(["0"], is_shared_out=True) == GpuMemory(100, 100)
+    assert not caplog.records
+    assert gpu_memory(["0", "GPU-cd34"], is_shared_out=True) == GpuMemory(100, 48)
+    assert "other programs hold" in caplog.text
+    with pytest.raises(ConfigError, match="knows 1 of the GPUs 1, 2"):
+        gpu_memory(["1", "2"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "given"),
+    [
+        ([16 << 30, 1 << 30], [None, None]),
+        ([70 << 30, 60 << 30, 0], [None, None, None]),
+        ([16 << 30] * 20, [None] * 20),
+        ([111 << 30, 1 << 30], [None, None]),
+        ([60 << 30, 16 << 30], [0.6, None]),
+        ([0, 16 << 30], [0.8, None]),
+    ],
+)
+def test_each_model_has_room_for_its_weights_and_may_be_awake(weights: list[int], given: list[float | None]) -> None:
+    found = [share * CARD.total for share in shares(weights, given, CARD)]
+    for size, said, taken in zip(weights, given, found, strict=True):
+        assert said is not None or (size or UNKNOWN_BYTES) < taken <= CARD.usable + 1
+        assert said is None or taken == said * CARD.total
+    if len(weights) == 2 and weights[0] < 100 << 30 and given[0] != 0.8:
         assert CARD.usable - (1 << 20) < sum(found) <= CARD.usable, "all of the card is used"
-        assert found[0] > 8 * found[1]
+    if given[0] == 0.8:
+        assert found[1] < 27 << 30, "beside a model that was given much one gets what it needs"
+
+
+def test_a_model_that_was_downloaded_gets_a_share_for_its_files(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 64 << 30)
+    engine = EngineConfig("far/away", gpu_memory_share=0.2)
+    assert (ServedModel(engine, gpu=CARD, is_guess=True).sized(tmp_path).gpu_bytes or 0) > (64 << 30) * 1.25
+    for known in (ServedModel(engine, gpu=CARD), ServedModel(engine)):
+        assert known.sized(tmp_path) is known
 
 
 def test_a_folder_that_is_none_or_empty_is_refused(tmp_path: Path) -> None:

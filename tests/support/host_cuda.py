@@ -83,6 +83,10 @@ class HostMapped:
         self._memory: dict[int, mmap.mmap] = {}
         self.is_mapped = True
 
+    @property
+    def size(self) -> int:
+        return sum(map(len, self._memory.values()))
+
     def add(self, size: int) -> Range:
         assert self.is_mapped
         memory = mmap.mmap(-1, size)

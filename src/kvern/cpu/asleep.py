@@ -54,6 +54,8 @@ class Span(NamedTuple):
 class SleepingMemory:
     """Memory that this process gives back and takes again. No step may run from `leave` until `enter` has ended."""
 
+    size = 0
+
     def __init__(self, folder: Path, emptied: Sequence[Tensor] = ()) -> None:
         """`folder`: where its file is. `emptied`: caches whose contents are not needed again; they become zeros."""
         empty = {tensor.untyped_storage().data_ptr() for tensor in emptied}

@@ -3,10 +3,10 @@
 import ctypes
 import functools
 import logging
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,10 @@ class Pinnable(Protocol):
         """The next of `parts` is pinned."""
         ...
 
+    def may_grow(self, size: int) -> bool:
+        """Returns whether the host may make so many more bytes of it."""
+        ...
+
     def cut(self) -> None:
         """No further part will be."""
         ...
@@ -54,7 +58,7 @@ class Pins:
         """The same memory, until nothing of it is pinned."""
         self._device, self._name = device, name
         self._pinned: list[int] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the last who holds what is pinned may be `extend`, which then calls `end`
         self._thread = threading.Thread(target=self._run, name="kvern-pin", daemon=True)
         self._thread.start()
 
@@ -62,12 +66,31 @@ class Pins:
         """Pin all of it, behind threads that have the system make the memory, which takes longer."""
         parts = [] if self._wanted is None else [*self._wanted.parts(PINNED_BYTES)]
         pool = ThreadPoolExecutor(POPULATING, "kvern-populate")
-        with suppress(RuntimeError), torch.cuda.device(self._device):  # raised when the interpreter ends
-            for first in range(0, len(parts), AHEAD):  # a process that ends waits for what is queued
-                some = parts[first : first + AHEAD]
-                if not all(self._pin(*found) for found in zip(some, pool.map(self._populate, some), strict=True)):
-                    break
+        try:
+            with torch.cuda.device(self._device):
+                for first in range(0, len(parts), AHEAD):  # a process that ends waits for what is queued
+                    some = parts[first : first + AHEAD]
+                    if not self._goes_on(some):
+                        break
+                    if not all(self._pin(*found) for found in zip(some, pool.map(self._populate, some), strict=True)):
+                        break
+        except RuntimeError as error:  # also raised when the interpreter ends
+            if not sys.is_finalizing() and self._wanted is not None:
+                logger.warning("%s ends after %.2f GB: %s", self._name, self._gigabytes, error)
         pool.shutdown(cancel_futures=True)
+
+    @property
+    def _gigabytes(self) -> float:
+        return len(self._pinned) * PINNED_BYTES / 1e9
+
+    def _goes_on(self, parts: Sequence[memoryview]) -> bool:
+        """Returns whether the host has room for some parts."""
+        wanted = self._wanted
+        if wanted is None or wanted.may_grow(sum(map(len, parts))):
+            return wanted is not None
+        logger.warning("%s ends after %.2f GB: the host's memory is short", self._name, self._gigabytes)
+        wanted.cut()
+        return False
 
     def _populate(self, part: memoryview) -> int:
         """Have the system make memory; returns its address."""
@@ -83,8 +106,9 @@ class Pins:
             if self._wanted is None:
                 return False
             if error := int(runtime.cudaHostRegister(address, len(part), 0)):
-                kept = len(self._pinned) * PINNED_BYTES / 1e9
-                logger.warning("%s has %.2f GB: CUDA pins no more (error %d)", self._name, kept, error)
+                logger.warning(
+                    "%s ends after %.2f GB: CUDA pins no more (error %d)", self._name, self._gigabytes, error
+                )
                 self._wanted.cut()
                 return False
             self._pinned.append(address)

@@ -262,6 +262,9 @@ class Keeper:
             if client is None:
                 loop = asyncio.get_running_loop()
                 client = await loop.run_in_executor(self._makers, EngineClient, resident.model.engine)
+                if (sized := resident.model.sized(client.folder)) is not resident.model:  # it was downloaded just now
+                    resident.model = sized
+                    client = await loop.run_in_executor(self._makers, EngineClient, sized.engine)
                 resident.made = client
                 client.replicas.wake = lambda: self.awake(resident)
                 client.replicas.lost = lambda: self._lost(resident)

@@ -15,7 +15,7 @@ from kvern.io.files import read_object
 from kvern.models.hub import WEIGHTS, local_model
 from kvern.options.values import converted
 from kvern.plugins import imported
-from kvern.residency.gpus import GpuMemory, gpu_memory, shares
+from kvern.residency.gpus import GpuMemory, gpu_memory, share_alone, shares
 from kvern.residency.policy import Footprint, Terms
 from kvern.serving.places import seen_gpus
 
@@ -55,6 +55,8 @@ class ServedModel:
     terms: Terms = Terms()
     gpu: GpuMemory | None = None
     """The GPUs that it shares with other models; None: it runs on the CPU."""
+    is_guess: bool = False
+    """Its share of a GPU was chosen before its files were here."""
 
     @property
     def name(self) -> str:
@@ -80,6 +82,16 @@ class ServedModel:
     def gpu_bytes(self) -> int | None:
         """The bytes that it takes of each GPU while it is awake; None: it runs on the CPU."""
         return None if self.gpu is None else int((self.engine.gpu_memory_share or 1.0) * self.gpu.total)
+
+    def sized(self, folder: Path) -> "ServedModel":
+        """Returns it with a share of the GPU that fits its files, once these are in a folder."""
+        if not self.is_guess or self.gpu is None:
+            return self
+        size = sum(file.stat().st_size for file in [*folder.glob(WEIGHTS), *folder.glob("*.gguf")])
+        share = share_alone(size // self.engine.ranks, self.gpu)
+        return dataclasses.replace(
+            self, engine=dataclasses.replace(self.engine, gpu_memory_share=share), is_guess=False
+        )
 
     def estimate(self, folder: Path | None = None) -> Footprint:
         """Returns what it probably takes. `folder`: that of its files, once it is known. Raises ModelNotFound."""
@@ -147,7 +159,8 @@ def _placed(models: list[ServedModel], weights: Sequence[int]) -> list[ServedMod
     """Returns models that share the memory of this machine, or of its GPUs. Raises ConfigError."""
     if ray := next((one for one in models if one.engine.executor == "ray"), None):
         raise ConfigError(f"model {ray.name}: several models in one server run on one machine: leave executor ray out")
-    on_gpu = [one.engine.device != "cpu" and (one.engine.device == "cuda" or has_gpu()) for one in models]
+    gpus = seen_gpus(models[0].engine) if has_gpu() else []
+    on_gpu = [one.engine.device == "cuda" or (one.engine.device == "auto" and bool(gpus)) for one in models]
     if not any(on_gpu):
         return models
     if not all(on_gpu):
@@ -158,14 +171,17 @@ def _placed(models: list[ServedModel], weights: Sequence[int]) -> list[ServedMod
         )
     if alone := next((one for one in models if one.engine.enable_dp_attention), None):
         raise ConfigError(f"model {alone.name}: with enable_dp_attention a model on GPUs is the only one of a server")
-    memory = gpu_memory(seen_gpus(models[0].engine))
-    ranks = [one.engine.tensor_parallel_size * one.engine.pipeline_parallel_size for one in models]
-    found = shares([size // count for size, count in zip(weights, ranks, strict=True)], memory)
+    if not gpus:
+        raise ConfigError("device is cuda, and this process sees no GPU: set CUDA_VISIBLE_DEVICES, or device cpu")
+    used = gpus[: max(one.engine.ranks * one.engine.data_parallel_size for one in models)]
+    given = [one.engine.gpu_memory_share for one in models]
+    memory = gpu_memory(used, is_shared_out=None not in given)
+    found = shares([size // one.engine.ranks for one, size in zip(models, weights, strict=True)], given, memory)
     placed = []
-    for one, share in zip(models, found, strict=True):
-        given = one.engine.gpu_memory_share
-        engine = dataclasses.replace(one.engine, enable_sleep=True, gpu_memory_share=given or share)
-        placed.append(dataclasses.replace(one, engine=engine, gpu=memory))
+    for one, share, size in zip(models, found, weights, strict=True):
+        engine = dataclasses.replace(one.engine, enable_sleep=True, gpu_memory_share=share)
+        is_guess = one.engine.gpu_memory_share is None and not size
+        placed.append(dataclasses.replace(one, engine=engine, gpu=memory, is_guess=is_guess))
     return placed
 
 

@@ -326,7 +326,7 @@ class Residency:
         if (needed := model.footprint.awake) + pinned > self.memory:
             beside = f" beside {_size(pinned)} of models that are pinned" if pinned else ""
             reason = f"it takes {_size(needed)}{beside}, and all models may take {_size(self.memory)}"
-            advice = "raise models_memory, lower kv_cache_tokens, or use a smaller model"
+            advice = "raise models_memory, lower kv_cache_tokens, on a GPU gpu_memory_share, or use a smaller model"
             decision.refused[model.name] = f"{reason}: {advice}"
             self._bar(model, now)
             return True

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
+
+from kvern.runner.memory import DeviceMemory
 
 
 class MemoryAsleep(Protocol):
     """Memory that a process gives back and takes again. No step may run from `leave` until `enter` has ended."""
+
+    size: int
+    """The bytes of a GPU that go."""
 
     def leave(self) -> int:
         """Gives the memory back. Raises OSError if there is no place for the contents; then nothing was given back.
@@ -27,16 +31,16 @@ class MemoryAsleep(Protocol):
         ...
 
 
-def memory_asleep(owner: object, device: torch.device, folder: Path, emptied: Sequence[Tensor] = ()) -> MemoryAsleep:
+def memory_asleep(owner: object, memory: DeviceMemory, folder: Path, emptied: Sequence[Tensor] = ()) -> MemoryAsleep:
     """The memory of an engine that goes while it is asleep; on a GPU to be made before graphs are captured.
 
-    `owner`: an object from which the tensors on the GPU are found. `emptied`: caches, which are empty then. `folder`:
-    where a CPU's memory waits.
+    `owner`: an object from which the tensors on the GPU are found. `memory`: of the engine's device. `folder`: where a
+    CPU's memory waits. `emptied`: caches, which are empty then.
     """
-    if device.type == "cuda":
+    if memory.device.type == "cuda":
         from kvern.runner.device_asleep import DeviceMemoryAsleep
 
-        return DeviceMemoryAsleep(owner, device, emptied)
+        return DeviceMemoryAsleep(owner, memory.device, emptied, memory.processes)
     from kvern.cpu.asleep import SleepingMemory
 
     return SleepingMemory(folder, emptied)

@@ -29,8 +29,8 @@ SEGMENT_BYTES = 512 << 20
 """Bytes that move at once: as much is free while an engine starts."""
 ALIGNED = 512
 """Bytes at whose multiples tensors begin, as those of PyTorch."""
-HOST_SHARE = 0.9
-"""The share of the host's free memory that weights may take."""
+LEAST_FREE = 2 << 30
+"""Bytes of the host's memory that stay free."""
 
 
 class _Part(NamedTuple):
@@ -44,11 +44,11 @@ class _Part(NamedTuple):
 class DeviceMemoryAsleep:
     """`MemoryAsleep` of a GPU."""
 
-    def __init__(self, owner: object, device: torch.device, emptied: Sequence[Tensor]) -> None:
+    def __init__(self, owner: object, device: torch.device, emptied: Sequence[Tensor], processes: int = 1) -> None:
         """`owner`: an object from which all tensors are found that are worth it, and of which no graph was captured.
 
-        `emptied`: caches among them, whose contents are not needed again; they become zeros. Raises
-        torch.OutOfMemoryError.
+        `emptied`: caches among them, whose contents are not needed again; they become zeros. `processes`: so many copy
+        as much to the host. Raises torch.OutOfMemoryError.
         """
         self.device = device
         self._memory = MappedMemory(device)
@@ -61,14 +61,19 @@ class DeviceMemoryAsleep:
         kept = [self._move(segment) for segment in segments]
         self._emptied = [freed.restored(self._memory) for freed in held]
         self._zero()
+        self.size = self._memory.size
         self._host, self._parts = self._parts_of(kept)
         self._sums = torch.empty(len(self._parts), dtype=torch.int64)
         self._copied = 0
-        self._key = torch.randint(-(2**62), 2**62, (PINNED_BYTES // 8,), dtype=torch.int64, device=device)
+        size = PINNED_BYTES // 8
+        self._key, self._product, self._taken = torch.randint(
+            -(2**62), 2**62, (3, size), dtype=torch.int64, device=device
+        )
+        """Numbers of a part: factors of a digest, what it makes of a part, and a part that is being copied."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         self._pins: Pins | None = None
-        if len(self._host) <= HOST_SHARE * available_memory():
+        if len(self._host) * processes <= available_memory() - LEAST_FREE:
             self._pins = Pins(_Copies(self), device, "the copy of weights on the host")
             weakref.finalize(self, self._pins.end)
 
@@ -78,9 +83,12 @@ class DeviceMemoryAsleep:
             self._pins.wait()
         if self._copied < len(self._parts):
             size, free = len(self._host) / 1e9, available_memory() / 1e9
-            raise OSError(f"its weights take {size:.1f} GB of the host's memory, of which {free:.1f} GB are free")
+            raise OSError(
+                f"of its weights {self._copied} of {len(self._parts)} parts are in the host's memory: they take "
+                f"{size:.1f} GB, and {free:.1f} GB are free"
+            )
         torch.cuda.synchronize(self.device)
-        sums = torch.stack([self._sum(part) for part in self._parts]).cpu() if self._parts else self._sums
+        sums = torch.stack([self._sum(part.numbers) for part in self._parts]).cpu() if self._parts else self._sums
         changed = (sums != self._sums).nonzero().flatten().tolist()
         self._copy([self._parts[place] for place in changed], to_host=True)
         self._sums = sums
@@ -102,9 +110,9 @@ class DeviceMemoryAsleep:
         """Copy a part to the host, whose memory for it is pinned now. Called by one thread, beside steps."""
         part = self._parts[number]
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            total = self._sum(part)  # first: what changes while it is copied is copied again
-            self._copy([part], to_host=True)
-            self._sums[number] = total.cpu()
+            taken = self._taken[: len(part.numbers)].copy_(part.numbers)  # steps may change the part meanwhile
+            self._copy([part._replace(address=taken.data_ptr())], to_host=True)
+            self._sums[number] = self._sum(taken).cpu()
         self._copied += 1
 
     @property
@@ -113,9 +121,16 @@ class DeviceMemoryAsleep:
         return [part.host for part in self._parts]
 
     @torch.inference_mode()
-    def _sum(self, part: _Part) -> Tensor:
-        """A digest of 64 bits of what a part has, which depends on the places of its numbers."""
-        return (part.numbers * self._key[: len(part.numbers)]).sum()
+    def _sum(self, numbers: Tensor) -> Tensor:
+        """A digest of 64 bits of numbers, which depends on their places.
+
+        High bits are folded into low ones first: of a product modulo 2**64 they reach no others.
+        """
+        found = self._product[: len(numbers)]
+        torch.bitwise_right_shift(numbers, 32, out=found)
+        torch.bitwise_xor(found, numbers, out=found)
+        total: Tensor = found.mul_(self._key[: len(numbers)]).sum()
+        return total
 
     def _copy(self, parts: Sequence[_Part], *, to_host: bool) -> None:
         """Copies parts, and waits for that. What steps do with them has ended."""
@@ -174,6 +189,10 @@ class _Copies:
     def parts(self, most: int) -> list[memoryview]:
         """See `Pinnable`."""
         return self._host
+
+    def may_grow(self, size: int) -> bool:
+        """See `Pinnable`."""
+        return available_memory() > size + LEAST_FREE
 
     def extend(self, part: memoryview) -> None:
         """See `Pinnable`."""

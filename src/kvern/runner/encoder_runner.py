@@ -112,7 +112,7 @@ class EncoderRunner:
     @cached_property
     def sleeping(self) -> MemoryAsleep:
         """The memory that goes while the engine is asleep."""
-        return memory_asleep(self, self._device, self._cache_folder)
+        return memory_asleep(self, DeviceMemory(self._device), self._cache_folder)
 
     def abandon(self) -> None:
         """Wait for the device behind a step that failed. Raises if the device is broken."""

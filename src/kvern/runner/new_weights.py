@@ -24,6 +24,7 @@ from kvern.models.registry import spec_from_config
 from kvern.models.updates import stamp_of, updated_tensors
 from kvern.models.weighted import WeightedModel
 from kvern.request.weights import WeightsFound, WeightSource
+from kvern.runner.memory import DeviceMemory
 from kvern.runner.plan import EIGHT_BIT
 from kvern.runner.tensors import parts_of, tensors_in
 from kvern.spec.model import ModelSpec
@@ -197,16 +198,16 @@ def _check_config(path: Path, folder: Path) -> None:
         )
 
 
-def check_memory(models: Sequence[object], device: torch.device, engines: int, path: Path) -> None:
+def check_memory(models: Sequence[object], memory: DeviceMemory, engines: int, path: Path) -> None:
     """Raise InvalidWeights if there is no memory for the weights of a path beside those of `models`, which are alike.
 
     `engines`: processes of this machine that read as many at the same time, in the host's memory.
     """
     weight_bytes = sum(model.weight_bytes for model in models if isinstance(model, WeightedModel))
-    if device.type == "cuda":
+    if (device := memory.device).type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + reserved - SPARE_BYTES
-        advice = "lower gpu_memory_share"
+        free = memory.free_and_total()[0] + reserved - SPARE_BYTES
+        advice = "lower kv_cache_tokens" if memory.share else "lower gpu_memory_share"
     else:
         weight_bytes *= processes_here(engines)
         free, advice = available_memory(), "end other programs"

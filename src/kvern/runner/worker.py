@@ -392,7 +392,7 @@ class Worker:
 
         check_changeable(self._config, self._whole, self._loaded)
         engines = self._ranks.processes * self._config.data_parallel_size
-        check = partial(check_memory, (self._loaded.decoder, self._tower), self.device, engines)
+        check = partial(check_memory, (self._loaded.decoder, self._tower), self._memory, engines)
         return read_weights(self._folder, self._whole, sources, self._load_beside, check)
 
     def _load_beside(self, stored: "Sequence[StoredTensor]") -> "Iterator[tuple[WeightedModel, WeightedModel]]":
@@ -444,7 +444,7 @@ class Worker:
         while self._ranks.dp_attention is not None and self.runner.idle():
             pass
         if self._config.enable_sleep and self.device.type == "cuda":
-            _ = self.sleeping  # before graphs are captured, which keep addresses
+            self._memory.mapped += self.sleeping.size  # before graphs are captured, which keep addresses
         if self._config.rebalance_seconds:
             from kvern.runner.ranks.experts import check_moves, experts_of
 
@@ -456,7 +456,7 @@ class Worker:
         runner = self.runner
         states = () if runner.states is None else (tensor for stack in runner.states.stacks for tensor in stack.tensors)
         emptied = [*runner.caches, *runner.draft_caches, *states]
-        return memory_asleep((runner, self._loaded), self.device, self._config.cache_folder, emptied)
+        return memory_asleep((runner, self._loaded), self._memory, self._config.cache_folder, emptied)
 
     def make_tier(self, layout: Layout) -> "Tier | None":
         """The tier that keeps pages of the KV cache, once that is built; None: no option asks for one.

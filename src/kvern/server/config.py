@@ -58,7 +58,8 @@ class ServerConfig:
     models_dir: Path | None = None
     """Folder of models: folders with config.json, and GGUF files. Requests wake the models that they name."""
     models_memory: str | None = None
-    """Memory for all awake models of models and models_dir, such as 24GB. None: 80 % of what is free at the start."""
+    """Memory for all awake models of models and models_dir, such as 24GB. None: 80 % of what is free at the start, of a
+    GPU 97 %."""
     adapter_folder: Path | None = None
     """Folder below which keys with admin=1 may load adapters while the server runs. None: no adapter may be loaded."""
     max_queue: int = 2048

@@ -293,6 +293,11 @@ async def _loaded(
             memory = read_bytes(server.models_memory)
         except ValueError as error:
             raise ConfigError(f"models_memory: {error}") from error
+        if gpu is not None and memory > gpu.usable:
+            raise ConfigError(
+                f"models_memory is {server.models_memory}, and models may take {gpu.usable / 1e9:.1f} GB of a GPU: "
+                "lower it, or leave it out"
+            )
     watch = imported("kvern.residency.keeper:watch_for")(models)
     async with imported("kvern.residency.keeper:Keeper")(models, memory, process, watch) as keeper:
         yield [], keeper

@@ -112,6 +112,10 @@ class HostStore:
             self._usable += cells
             self._free[:0] = [cell for cell in range(self._usable - 1, first - 1, -1) if not self._used[cell]]
 
+    def may_grow(self, size: int) -> bool:
+        """It is as large as the user said."""
+        return True
+
     def cut(self) -> None:
         """No more parts will be used than now."""
         with self._lock:
