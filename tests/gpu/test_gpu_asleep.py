@@ -42,6 +42,7 @@ EXACT = {"deterministic": False, "dtype": "float32"}
 PARAMS = SamplingParams(max_tokens=160, seed=5, ignore_eos=True)
 PROMPT = [5, 9, 17, 33, 2, 60]
 CARD = torch.device("cuda:0")
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
 
 @pytest.mark.alone
@@ -120,6 +121,8 @@ async def answer(client: EngineClient, adapter: str | None = None, sleep_after: 
         pytest.param("llama", {"kv_cache_dtype": "fp8", "kv_tier": ("host:64MB",)}, id="8 bits and a tier"),
         pytest.param("llama", {"quantization": "int4"}, id="int4"),
         pytest.param("llama", {"proposer": "ngram"}, id="drafts"),
+        pytest.param("llama", {"tensor_parallel_size": 2}, id="ranks", marks=TWO),
+        pytest.param("llama", {"pipeline_parallel_size": 2}, id="stages", marks=TWO),
     ],
 )
 def test_answers_are_those_of_an_engine_that_never_slept(family: str, options: dict[str, Any], tmp_path: Path) -> None:
