@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvern import LLM
-from kvern.cache.keys import KEY_BYTES, block_key, block_keys, contents_of, digest, model_identity, root_key
+from kvern.cache.keys import (
+    KEY_BYTES,
+    block_key,
+    block_keys,
+    contents_in,
+    contents_of,
+    digest,
+    edge_of,
+    edges_of,
+    model_identity,
+    root_key,
+)
 from kvern.cache.manager import KVCacheManager
 from kvern.cache.radix import Node
 from kvern.request.request import PromptInput, Request, RequestSpec
@@ -37,6 +48,30 @@ def test_keys_are_the_same_in_another_process() -> None:
     program = "from kvern.cache.keys import *; print(block_key(root_key(b'm' * 16, b'n'), [5, 6, 7]).hex())"
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == block_key(root_key(b"m" * 16, b"n"), [5, 6, 7]).hex()
+
+
+tokens_of_edges = st.lists(st.one_of(st.integers(0, 2**31 - 1), st.sampled_from((0, 255, 256))), max_size=9)
+digests = st.dictionaries(st.integers(0, 8), st.sampled_from((b"", b"a", b"b")), max_size=3)
+
+
+@given(st.tuples(tokens_of_edges, digests), st.tuples(tokens_of_edges, digests))
+def test_edges_sort_and_begin_as_what_they_stand_for(
+    one: tuple[list[int], dict[int, bytes]], other: tuple[list[int], dict[int, bytes]]
+) -> None:
+    first, second = (
+        tuple(contents_of(tokens, {place: data for place, data in marked.items() if place < len(tokens)}))
+        for tokens, marked in (one, other)
+    )
+    edge, another = edge_of(first), edge_of(second)
+    assert contents_in(edge) == first
+    assert (edge < another) == (first < second) and edge.startswith(another) == (first[: len(second)] == second)
+
+
+@given(st.integers(1, 3), st.integers(0, 500), st.sets(st.integers(0, 499), max_size=2))
+def test_the_edges_of_a_long_prompt_are_those_of_its_blocks(size: int, length: int, marked: set[int]) -> None:
+    contents = contents_of([*range(length)], {place: b"image" for place in marked if place < length})
+    starts = range(0, length - size + 1, size)
+    assert [*edges_of(contents, size)] == [edge_of(contents[start : start + size]) for start in starts]
 
 
 prompts = st.lists(st.integers(0, 2), max_size=9)

@@ -10,13 +10,16 @@ block's tokens, each a little-endian int32. A position that stands for something
 image, is -1 there, and the digest of what it stands for, 16 bytes, is in `digests`, in the order of the positions. This
 is a wire format: caches outside of the process find blocks by it.
 
-Within the process a position's content is one integer, so that prefixes are compared as runs of integers: the token's
-id, or for a marked position the digest as a number, with a bit above it that no token id has.
+Within the process a position's content is one integer: the token's id, or for a marked position the digest as a number,
+with a bit above it that no token id has. Prefixes are compared as *edges*, the bytes of such integers in order: 4 of a
+token, or 4 of ones and then the digest. As these are big-endian, edges sort as their integers do.
 """
 
 import hashlib
 import os
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +28,10 @@ from kvern.io.files import open_regular, read_at, read_whole
 KEY_BYTES = 16
 
 MARK = 1 << 8 * KEY_BYTES
+WORD_BYTES = 4
+_MARKED = b"\xff" * WORD_BYTES
+EDGES_AT_ONCE = 64
+"""A prompt that differs early is not encoded whole."""
 SAMPLES = 16
 SAMPLE_BYTES = 4096
 
@@ -54,6 +61,46 @@ def block_keys(parent: bytes, contents: Sequence[int], block_size: int) -> Itera
     for start in range(0, len(contents) - block_size + 1, block_size):
         parent = block_key(parent, contents[start : start + block_size])
         yield parent
+
+
+def edge_of(contents: Sequence[int]) -> bytes:
+    """The edge of contents; see the top of this module."""
+    try:
+        words = array("I", contents)
+    except OverflowError:
+        return b"".join(
+            _MARKED + item.to_bytes(KEY_BYTES + 1)[1:] if item >= MARK else edge_of([item]) for item in contents
+        )
+    if sys.byteorder == "little":
+        words.byteswap()
+    return words.tobytes()
+
+
+def edges_of(contents: Sequence[int], size: int) -> Iterator[bytes]:
+    """The edges of the full blocks of contents, some of them made at once."""
+    for first in range(0, len(contents), size * EDGES_AT_ONCE):
+        part = contents[first : first + size * EDGES_AT_ONCE]
+        edges, count = edge_of(part), len(part) // size
+        if len(edges) == WORD_BYTES * len(part):
+            yield from struct.unpack_from(f"{WORD_BYTES * size}s" * count, edges)
+        else:
+            yield from (edge_of(part[start : start + size]) for start in range(0, count * size, size))
+
+
+def contents_in(edge: bytes) -> tuple[int, ...]:
+    """The contents of an edge."""
+    if _MARKED not in edge:
+        return struct.unpack(f">{len(edge) // WORD_BYTES}I", edge)
+    found, start = list[int](), 0
+    while start < len(edge):
+        end = start + WORD_BYTES
+        item = edge[start:end]
+        if item == _MARKED:
+            start, end = end, end + KEY_BYTES
+            item = b"\1" + edge[start:end]
+        found.append(int.from_bytes(item))
+        start = end
+    return tuple(found)
 
 
 def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:

@@ -20,37 +20,42 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.keys import block_key, root_key
+from kvern.cache.keys import block_key, contents_in, edge_of, edges_of, root_key
 
 Tokens = tuple[int, ...]
 
 
 class Node:
-    """One cached block: `tokens` are its edge, `step` is the scheduler step that computes it.
+    """One cached block: `edge` is made of its tokens (`keys.edge_of`), `step` is the scheduler step that computes it.
 
-    The edge of marked positions is what `keys.contents_of` puts in their place. `key` is None until it is asked for.
+    `key` is None until it is asked for.
     """
 
     __slots__ = (
         "block",
         "children",
+        "edge",
         "key",
         "order",
         "parent",
         "step",
-        "tokens",
         "users",
     )
 
-    def __init__(self, parent: "Node | None", tokens: Tokens, block: int, step: int) -> None:
+    def __init__(self, parent: "Node | None", edge: bytes, block: int, step: int) -> None:
         self.parent = parent
-        self.tokens = tokens
+        self.edge = edge
         self.block = block
         self.step = step
         self.users = 0
         self.key: bytes | None = None
-        self.children: dict[Tokens, Node] = {}
-        self.order: list[Tokens] = []  # the children's edges, sorted: neighbours share the longest prefixes
+        self.children: dict[bytes, Node] = {}
+        self.order: list[bytes] = []  # the children's edges, sorted: neighbours share the longest prefixes
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens of its block; for marked positions what `keys.contents_of` puts in their place."""
+        return contents_in(self.edge)
 
 
 class RadixCache:
@@ -99,13 +104,14 @@ class RadixCache:
             path.pop()
         if path and path[0].parent is not root:
             path.clear()
-        node, start = path[-1] if path else root, len(path) * size
-        while start + size <= limit:
-            child = node.children.get(tuple(tokens[start : start + size]))
+        node = path[-1] if path else root
+        for edge in edges_of(tokens[len(path) * size : limit], size):
+            child = node.children.get(edge)
             if child is None:
                 break
             path.append(child)
-            node, start = child, start + size
+            node = child
+        start = len(path) * size
         partial, shared = _longest_shared(node, tuple(tokens[start : min(start + size, limit)]))
         return path, partial, shared
 
@@ -132,17 +138,18 @@ class RadixCache:
         """Return the node of `tokens` under `parent` (None: the root), adding it with `block` if it is new."""
         node = parent if parent is not None else self._roots.get(namespace)
         if node is None:
-            node = self._roots[namespace] = Node(None, (), -1, step)
+            node = self._roots[namespace] = Node(None, b"", -1, step)
             node.key = self.root_key(namespace)
-        known = node.children.get(tokens)
+        edge = edge_of(tokens)
+        known = node.children.get(edge)
         if known is not None:
             return known
-        position = bisect_left(node.order, tokens)
-        if position and node.order[position - 1] == tokens[: len(node.order[position - 1])]:
+        position = bisect_left(node.order, edge)
+        if position and edge.startswith(node.order[position - 1]):
             self._remove(node.children[node.order[position - 1]])  # a partial leaf that the new block contains
-        child = Node(node, tokens, block, step)
-        node.children[tokens] = child
-        insort(node.order, tokens)
+        child = Node(node, edge, block, step)
+        node.children[edge] = child
+        insort(node.order, edge)
         self._pool.share([block])
         self._unused[child] = None
         self._size += 1
@@ -152,9 +159,10 @@ class RadixCache:
         """Keep a block that is not full, unless the tree already holds a block that begins with its tokens."""
         node = parent if parent is not None else self._roots.get(namespace)
         if node is not None:
-            position = bisect_left(node.order, tokens)
-            if position < len(node.order) and node.order[position][: len(tokens)] == tokens:
-                return node.children.get(tokens)
+            edge = edge_of(tokens)
+            position = bisect_left(node.order, edge)
+            if position < len(node.order) and node.order[position].startswith(edge):
+                return node.children.get(edge)
         return self.insert(namespace, parent, tokens, block, step)
 
     def root_key(self, namespace: bytes) -> bytes:
@@ -221,8 +229,8 @@ class RadixCache:
         assert parent is not None and not node.children, "only an unused leaf can be removed"
         for lose in self.losing:
             lose(node)
-        del parent.children[node.tokens]
-        del parent.order[bisect_left(parent.order, node.tokens)]
+        del parent.children[node.edge]
+        del parent.order[bisect_left(parent.order, node.edge)]
         self._pool.release([node.block])
         self._size -= 1
 
@@ -243,8 +251,9 @@ class RadixCache:
                 node = pending.pop()
                 assert node.order == sorted(node.children), "the order of the children is stale"
                 assert node.parent is not None or node.key is not None, "a root without a key"
-                for tokens, child in node.children.items():
-                    assert child.tokens == tokens and child.parent is node
+                for edge, child in node.children.items():
+                    tokens = child.tokens
+                    assert child.edge == edge == edge_of(tokens) and child.parent is node
                     assert len(tokens) <= self._block_size
                     assert len(tokens) == self._block_size or not child.children, "a partial block has children"
                     assert child.key is None or child.key == block_key(self.key(node), tokens), "a stale content key"
@@ -263,16 +272,16 @@ class RadixCache:
 
 def _is_there(node: Node) -> bool:
     """True if a node has not been removed from the tree."""
-    return node.parent is not None and node.parent.children.get(node.tokens) is node
+    return node.parent is not None and node.parent.children.get(node.edge) is node
 
 
 def _longest_shared(node: Node, tokens: Tokens) -> tuple[Node | None, int]:
     """The child of `node` that shares the longest head with `tokens`, and that head's length."""
-    position = bisect_left(node.order, tokens)
+    position = bisect_left(node.order, edge_of(tokens))
     best, length = None, 0
     for edge in node.order[max(0, position - 1) : position + 1]:
         shared = 0
-        for ours, theirs in zip(tokens, edge, strict=False):
+        for ours, theirs in zip(tokens, contents_in(edge), strict=False):
             if ours != theirs:
                 break
             shared += 1

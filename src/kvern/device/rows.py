@@ -267,11 +267,11 @@ def list_of(request: NewRequest) -> "np.ndarray[tuple[int], np.dtype[np.int32]] 
     """int32 numbers, as `kernels.constraints.change` says; None: the request asks for nothing of this."""
     params, spec = request.params, request.spec
     biases = params.logit_bias or {}
-    allowed = _mask(params.allowed_token_ids or [])
     ends = sorted(spec.stop_token_ids) if params.min_tokens else []
     words = spec.bad_word_ids
-    if not (biases or len(allowed) or ends or words):
+    if not (biases or params.allowed_token_ids or ends or words):
         return None
+    allowed = _mask(params.allowed_token_ids or [])
     lengths = [len(word) for word in words]
     header = [
         len(allowed),
