@@ -107,7 +107,7 @@ def test_an_answer_that_is_wanted_whole_is_told_many_tokens_at_a_time(depth: int
 
 
 def test_what_has_to_be_seen_token_by_token_is_told_so() -> None:
-    for asked in ({"stop": ["a"]}, {"logprobs": 0}):
+    for asked in ({"stop": ["a"]}, {"beam_width": 2}):
         spec = RequestSpec("0", PromptInput([0]), SamplingParams(**asked).resolved(), 9, whole=True)
         assert not Request(spec).answer.gathers
 

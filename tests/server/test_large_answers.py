@@ -1,21 +1,14 @@
-"""Many log-probabilities are told and written in small parts, and the event loop does other work in between."""
+"""Many log-probabilities are written in small parts, and the event loop does other work in between."""
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
-from kvern.engine.output import Answer
-from kvern.request.events import MOST_TOLD, TokenEvent, in_parts
-from kvern.request.sampling_params import ResolvedParams
-from kvern.request.step import Logprob
 from kvern.server.config import ServerConfig
 from kvern.server.http import json_parts
-from kvern.text.tokenizer import Tokenizer
 from tests.support.watched_loop import Ask, watched_server
 
 LEAF = {"token": "a", "logprob": -1.5, "bytes": [97]}
@@ -36,43 +29,6 @@ def test_no_part_of_a_large_answer_is_large(answer: dict[str, Any]) -> None:
     parts = list(json_parts(answer))
     assert msgspec.json.decode(b"".join(parts)) == msgspec.json.decode(msgspec.json.encode(answer))
     assert max(map(len, parts)) < 10_000
-
-
-def test_log_probabilities_are_told_in_parts() -> None:
-    table = {token: Logprob(-1.0, 1) for token in range(101)}
-    events = [
-        TokenEvent("a", [1], prompt_logprobs=[table] * 1900, cached_tokens=3, finish_reason="stop"),
-        *(TokenEvent(str(number), [number], [table]) for number in range(100)),
-        TokenEvent("b", [2]),
-    ]
-    parts = list(in_parts(events))
-    tables = [
-        [table for event in part for table in (*(event.prompt_logprobs or ()), *(event.logprobs or ()))]
-        for part in parts
-    ]
-    told = [sum(map(len, each)) for each in tables]
-    assert max(told) <= MOST_TOLD + len(table) and sum(told) == 2000 * len(table)
-    ends = [event for part in parts for event in part if event.token_ids]
-    assert [(event.request_id, event.token_ids) for event in ends] == [
-        (item.request_id, item.token_ids) for item in events
-    ]
-    assert (ends[0].cached_tokens, ends[0].finish_reason) == (3, "stop")
-    assert list(in_parts([])) == [[]]
-
-
-def test_tokens_and_their_log_probabilities_come_together(tiny_model: Path) -> None:
-    """Also if an engine died after it had told some of the log-probabilities, and another one begins anew."""
-    tokenizer = Tokenizer(tiny_model)
-    tokens = tokenizer.encode("the quick fox jumps over the fox" * 4)
-    tables = [{token: Logprob(-place / 8, 1), 9999: Logprob(-9.0, 2)} for place, token in enumerate(tokens)]
-    event = TokenEvent("r", tokens, tables, finish_reason="length")
-    whole, parted = (Answer(tokenizer, [5], ResolvedParams(logprobs=1), None, 0) for _ in range(2))
-    whole.add(event)
-    parted.expect(tables[:3])
-    parted.expect(tables[:20])
-    parted.add(replace(event, logprobs=tables[20:]))
-    assert parted.output == whole.output
-    assert whole.output.text == tokenizer.decode(tokens) and len(whole.output.logprobs or ()) == len(tokens)
 
 
 Watched = Callable[[str, dict[str, Any]], tuple[bytes, float]]

@@ -20,10 +20,10 @@ from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
 from kvern.cache.windows import WindowedBlocks
 from kvern.engine.scheduler import SchedulerLimits
+from kvern.request.logprobs import joined, packed
 from kvern.request.request import Request
 from kvern.request.step import (
     BeamCandidates,
-    Logprob,
     ModelRunnerOutput,
     NewRequest,
     ScheduledTokens,
@@ -335,8 +335,8 @@ class SimulatedDevice:
             last = min(item.start + item.count, row.request.spec.prompt_length - 1)
             first = max(item.start + 1, row.request.params.prompt_logprobs_from)
             wanted = row.request.params.prompt_logprobs is not None and last >= first
-            marks = [{position: Logprob(0.0, 1)} for position in range(first, last + 1)]
-            result.prompt_logprobs.append(marks if wanted else None)
+            marks = [packed([position], [0.0], 1) for position in range(first, last + 1)]
+            result.prompt_logprobs.append(joined(marks) if wanted else None)
         result.reports |= self._load(output)
         return result
 

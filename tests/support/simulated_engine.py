@@ -350,8 +350,8 @@ class SimulatedEngine:
         heard.tokens += event.token_ids
         if self.requests[event.request_id.split("#")[0] + "#0"].search is None:
             self.accepted_drafts += max(0, len(event.token_ids) - 1)
-        for entry in event.prompt_logprobs or ():
-            heard.prompt_positions += entry
+        if event.prompt_logprobs is not None:
+            heard.prompt_positions += [row.token_ids[0] for row in event.prompt_logprobs.rows()]
         heard.cached_tokens = max(heard.cached_tokens, event.cached_tokens)
         heard.finish_reason, heard.stop_reason = event.finish_reason, event.stop_reason
         if isinstance(event.stop_reason, str) and "failed" in event.stop_reason:

@@ -31,7 +31,7 @@ def choice_of(
         choice["message"] = assistant_message(message, options.include_reasoning, options.prefix, options.custom_tools)
         choice["logprobs"] = None
         if options.logprobs is not None:
-            choice["logprobs"] = imported("kvern.api.logprobs:chat_logprobs")(completion, options, tokenizer)
+            choice["logprobs"] = imported("kvern.api.logprobs:whole_chat")(completion, options, tokenizer)
         ended = finish_reason(completion, message)
     choice |= {"finish_reason": ended, "stop_reason": completion.stop_reason}
     if options.token_ids:
@@ -85,7 +85,7 @@ class CompletionWriter:
         return () if self.chat is None else self.chat.lacks
 
     def answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Returns all answers and frees their log-probabilities."""
+        """Returns all answers."""
         options = self.options
         choices = []
         for number, output in enumerate(outputs):
@@ -100,8 +100,6 @@ class CompletionWriter:
                 choices.append(choice)
         head = self.head("chat.completion" if options.is_chat else "text_completion")
         head |= of_prompt(outputs[0], options) if options.is_chat else {}
-        for output in outputs:
-            output.forget_logprobs()
         counts = usage(outputs, 0 if options.prompt_only else None, self.chat) | details(outputs, self.chat)
         return {**head, **self.server, "choices": choices, "usage": counts}
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvern.api.completion_answers import CompletionWriter, completion_details, details, usage
-from kvern.api.completions import AnswerOptions
+from kvern.api.completions import ENTRIES_AT_ONCE, AnswerOptions
 from kvern.api.conversation import finish_reason, reasoning_fields
 from kvern.plugins import imported
 from kvern.request.outputs import CompletionOutput, RequestOutput
@@ -84,9 +84,9 @@ class StreamedChoice:
         thought = 0 if self._thought is None else self._thought.count(self._answer.token_ids)
         return completion_details(thought, [self._answer])
 
-    def write_some(self) -> bool:
-        """Encodes log-probabilities of a few tokens that are not sent. Returns False if there were none."""
-        return self._logprobs is not None and self._logprobs.write_some()
+    def write_some(self) -> int:
+        """Encodes log-probabilities of a few tokens that are not sent. Returns how many there were."""
+        return 0 if self._logprobs is None else self._logprobs.write_some()
 
 
 def _first(news: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -163,10 +163,14 @@ async def chunks(
     if options.include_usage:
         head["usage"] = None
     shown: set[str] = set()
+    written = 0
     async for _ in news:
         for output, part in parts:
-            while part.write_some():
-                await asyncio.sleep(0)
+            while count := part.write_some():
+                written += count
+                if written >= ENTRIES_AT_ONCE:
+                    written = 0
+                    await asyncio.sleep(0)
             choice = part.news(interval)
             if choice is None:
                 continue

@@ -97,6 +97,10 @@ def known_fields(url: str) -> frozenset[str]:
     return KNOWN - ({"prompt"} if url == CHAT else CHAT_FIELDS)
 
 
+ENTRIES_AT_ONCE = 1024
+"""The log-probabilities that are encoded before other tasks have a turn."""
+
+
 @dataclass(frozen=True)
 class AnswerOptions:
     """Options of how the answers of either route are written."""

@@ -6,19 +6,17 @@ Answers then hold no object for each entry, which would make garbage collections
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 
-from kvern.api.completions import AnswerOptions
+from kvern.api.completions import ENTRIES_AT_ONCE, AnswerOptions
 from kvern.io.json_lines import as_json
+from kvern.request.logprobs import Row
 from kvern.request.outputs import CompletionOutput, RequestOutput
-from kvern.request.step import TokenLogprobs
 from kvern.text.tokenizer import Tokenizer
-
-ENTRIES_AT_ONCE = 1024
-"""The log-probabilities that are encoded at once."""
 
 
 class TextOffsets:
@@ -58,30 +56,37 @@ class TextOffsets:
 
 
 def text_logprobs(
-    completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer, offsets: TextOffsets
-) -> dict[str, Any] | None:
-    """Returns the log-probabilities of an answer, or of a part of it."""
-    if completion.logprobs is None or options.logprobs is None:
-        return None
+    rows: Iterable[Row], options: AnswerOptions, tokenizer: Tokenizer, offsets: TextOffsets
+) -> dict[str, Any]:
+    """Returns the log-probabilities of an answer to a text, of a part of it, or of a prompt."""
+    token_ids = []
     names = []
     logprobs = []
     tops = []
-    for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
-        logprobs.append(finite(table[token_id].logprob))
-        names.append(token_name(token_id, options, tokenizer))
-        named = {names[-1]: table[token_id]}
-        for other, entry in table.items():
-            if other != token_id:
-                name = token_name(other, options, tokenizer)
-                named[f"token_id:{other}" if name in named else name] = entry
-        best = sorted(named.items(), key=lambda item: -item[1].logprob)
-        tops.append(as_json({name: finite(entry.logprob) for name, entry in best}))
-    return {
-        "tokens": names,
-        "token_logprobs": logprobs,
-        "top_logprobs": tops,
-        "text_offset": offsets.of(completion.token_ids),
-    }
+    texts = names_of(options, tokenizer)
+    for row in rows:
+        ids = row.token_ids
+        named = dict(zip([texts[token_id] for token_id in ids], row.logprobs, strict=True))
+        if len(named) < len(ids) + 1 - ids.count(ids[0]):
+            named = _apart(row.by_id(), texts)
+        if row.rank > 1:  # or it is the best already
+            named = dict(sorted(named.items(), key=itemgetter(1), reverse=True))
+        if not math.isfinite(sum(row.logprobs)):
+            named = {name: finite(logprob) for name, logprob in named.items()}
+        token_ids.append(ids[0])
+        names.append(texts[ids[0]])
+        logprobs.append(finite(row.logprobs[0]))
+        tops.append(as_json(named))
+    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets.of(token_ids)}
+
+
+def _apart(table: Mapping[int, float], texts: Mapping[int, str]) -> dict[str, float]:
+    """Names tokens whose text another one has by their ids."""
+    named: dict[str, float] = {}
+    for token_id, logprob in table.items():
+        name = texts[token_id]
+        named[f"token_id:{token_id}" if name in named else name] = logprob
+    return named
 
 
 def tables_at_once(count: int) -> int:
@@ -94,11 +99,17 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def token_name(token_id: int, options: AnswerOptions, tokenizer: Tokenizer) -> str:
-    r"""Returns a token's text; for a part of a character its bytes, as ``bytes:\xe2\x80``, or its id if ids are
-    wanted."""
-    if options.ids_as_tokens:
-        return f"token_id:{token_id}"
+def names_of(options: AnswerOptions, tokenizer: Tokenizer) -> Mapping[int, str]:
+    """Returns the names of tokens in answers to texts."""
+    return tokenizer.made_once(_number if options.ids_as_tokens else _name)
+
+
+def _number(_: Tokenizer, token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    r"""Returns a token's text; for a part of a character its bytes, as ``bytes:\xe2\x80``."""
     data = tokenizer.id_to_bytes(token_id)
     try:
         return data.decode()
@@ -106,29 +117,41 @@ def token_name(token_id: int, options: AnswerOptions, tokenizer: Tokenizer) -> s
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer) -> dict[str, Any] | None:
+class TokenEntry(msgspec.Struct, gc=False):
+    """An entry as conversations have it."""
+
+    token: str
+    logprob: float
+    bytes: msgspec.Raw
+
+
+class ToldToken(TokenEntry, gc=False):
+    """A token, with the most probable ones in its place."""
+
+    top_logprobs: list[TokenEntry]
+
+
+def _bytes(tokenizer: Tokenizer, token_id: int) -> msgspec.Raw:
+    return as_json(list(tokenizer.id_to_bytes(token_id)))
+
+
+def chat_logprobs(rows: Iterable[Row], options: AnswerOptions, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns each token's log-probability, with the most probable tokens in its place."""
-    if completion.logprobs is None or options.logprobs is None:
-        return None
     content = []
-    for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True):
-        entries = {
-            candidate: {
-                "token": f"token_id:{candidate}" if options.ids_as_tokens else entry.token or "",
-                "logprob": finite(entry.logprob),
-                "bytes": list(tokenizer.id_to_bytes(candidate)),
-            }
-            for candidate, entry in table.items()
-        }
-        tops = [entries[best] for best in _best(table, options.logprobs)]
-        content.append(as_json({**entries[token_id], "top_logprobs": tops}))
+    most = options.logprobs or 0
+    texts = tokenizer.made_once(_number) if options.ids_as_tokens else tokenizer.texts
+    data = tokenizer.made_once(_bytes)
+    for row in rows:
+        table = row.by_id()
+        best = list(table.items())[len(table) > most :]
+        if row.rank > 1:  # or it is the best already
+            best.sort(key=itemgetter(1), reverse=True)
+        if not math.isfinite(sum(row.logprobs)):
+            best = [(token, finite(logprob)) for token, logprob in best]
+        entries = [TokenEntry(texts[token], logprob, data[token]) for token, logprob in best]
+        own = row.token_ids[0]
+        content.append(as_json(ToldToken(texts[own], finite(row.logprobs[0]), data[own], entries)))
     return {"content": content, "refusal": None}
-
-
-def _best(table: TokenLogprobs, count: int) -> list[int]:
-    """Returns the ids of the `count` most probable tokens. The table begins with the sampled token, probable or not."""
-    ids = list(table)[len(table) > count :]
-    return sorted(ids, key=lambda token_id: -table[token_id].logprob)
 
 
 def prompt_tables(output: RequestOutput) -> list[msgspec.Raw | None]:
@@ -150,11 +173,17 @@ def whole_text(
     completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer, start: int
 ) -> dict[str, Any] | None:
     """Returns the log-probabilities of a whole answer to a text, which begins at the character `start`."""
-    found = text_logprobs(completion, options, tokenizer, TextOffsets(tokenizer, options, start))
-    if found is not None:  # tokens after a stop string are not in the text
-        end = start + len(completion.text)
-        found["text_offset"] = [min(place, end) for place in found["text_offset"]]
+    if completion.logprobs is None:
+        return None
+    found = text_logprobs(completion.logprobs.rows(), options, tokenizer, TextOffsets(tokenizer, options, start))
+    end = start + len(completion.text)  # tokens after a stop string are not in the text
+    found["text_offset"] = [min(place, end) for place in found["text_offset"]]
     return found
+
+
+def whole_chat(completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Returns the log-probabilities of a whole answer to a conversation."""
+    return None if completion.logprobs is None else chat_logprobs(completion.logprobs.rows(), options, tokenizer)
 
 
 class LogprobWriter:
@@ -169,29 +198,28 @@ class LogprobWriter:
         """Encoded for the next chunk."""
         self._tokens_written = 0
 
-    def write_some(self) -> bool:
-        """Encodes those of a few tokens that are not sent. Returns False if there were none."""
+    def write_some(self) -> int:
+        """Encodes those of a few tokens that are not sent. Returns how many log-probabilities these are."""
         if self._answer.logprobs is None:
-            return False
+            return 0
         begin = self._tokens_written
         if begin == len(self._answer.token_ids) and self._written is not None:
-            return False
+            return 0
         self._tokens_written = end = min(
             begin + tables_at_once(self._options.logprobs or 0), len(self._answer.token_ids)
         )
-        new = CompletionOutput(self._answer.index, token_ids=self._answer.token_ids[begin:end])
-        new.logprobs = self._answer.logprobs[begin:end]
+        rows = self._answer.logprobs.rows(begin, end)
         if self._offsets is None:
-            told = chat_logprobs(new, self._options, self._tokenizer)
+            told = chat_logprobs(rows, self._options, self._tokenizer)
         else:
-            told = text_logprobs(new, self._options, self._tokenizer, self._offsets)
+            told = text_logprobs(rows, self._options, self._tokenizer, self._offsets)
         if self._written is None:
             self._written = told
         else:
-            for name, values in (told or {}).items():
+            for name, values in told.items():
                 if values:
                     self._written[name] += values
-        return end > begin
+        return (end - begin) * (1 + self._answer.logprobs.most)
 
     def take(self) -> dict[str, Any] | None:
         """Returns those of all tokens that are not sent."""
@@ -206,19 +234,16 @@ def behind_prompt(
 ) -> dict[str, Any]:
     """Returns the log-probabilities of a prompt that is sent, too, and then those of its answer, if there is one."""
     text = output.prompt if output.prompt is not None else tokenizer.decode(output.prompt_token_ids)
-    tables = output.prompt_logprobs or []
-    without = tables.count(None)
-    prompt = CompletionOutput(0, token_ids=output.prompt_token_ids[without:])
-    prompt.logprobs = [table for table in tables if table is not None]
+    assert output.prompt_logprobs is not None
+    without = output.prompt_logprobs.missing
     offsets, first = TextOffsets(tokenizer, options, text=text), output.prompt_token_ids[:without]
     start: dict[str, list[Any]] = {
-        "tokens": [token_name(token, options, tokenizer) for token in first],
+        "tokens": [names_of(options, tokenizer)[token] for token in first],
         "token_logprobs": [None] * without,
         "top_logprobs": [None] * without,
         "text_offset": offsets.of(first),
     }
-    before = text_logprobs(prompt, options, tokenizer, offsets)
-    assert before is not None
+    before = text_logprobs(output.prompt_logprobs.told.rows(), options, tokenizer, offsets)
     return {
         name: start[name] + before[name] + ([] if options.prompt_only else values) for name, values in answer.items()
     }

@@ -187,12 +187,10 @@ class OllamaWriter:
     """Log-probabilities that are encoded and not sent."""
 
     def whole(self, output: RequestOutput, seconds: Seconds) -> dict[str, Any]:
-        """Returns the whole answer and frees its log-probabilities."""
+        """Returns the whole answer."""
         answer, reader = output.outputs[0], self._reader()
         reader.read(answer.text, True)
-        whole = {**self._head(), **self._said(reader.message, answer), **self._end(output, seconds)}
-        output.forget_logprobs()
-        return whole
+        return {**self._head(), **self._said(reader.message, answer), **self._end(output, seconds)}
 
     async def lines(
         self, output: RequestOutput, news: AsyncIterable[None], seconds: Callable[[], Seconds]
@@ -237,8 +235,7 @@ class OllamaWriter:
         """Encodes log-probabilities of a few tokens. Returns False if there were none."""
         if answer.logprobs is None or len(answer.token_ids) == self._tokens:
             return False
-        at_once = tables_at_once(len(answer.logprobs[self._tokens]))
-        end = min(self._tokens + at_once, len(answer.token_ids))
+        end = min(self._tokens + tables_at_once(answer.logprobs.most), len(answer.token_ids))
         self._logprobs += token_logprobs(answer, self._tokens, end)
         self._tokens = end
         return True
@@ -276,12 +273,9 @@ def tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
 def token_logprobs(answer: CompletionOutput, start: int, end: int) -> list[msgspec.Raw]:
     """Returns the log-probabilities of tokens, each with the most probable tokens in its place, as JSON."""
     found = []
-    for token_id, table in zip(answer.token_ids[start:end], (answer.logprobs or [])[start:end], strict=True):
-        entries = {
-            candidate: {"token": entry.token or "", "logprob": finite(entry.logprob)}
-            for candidate, entry in table.items()
-        }
-        found.append(as_json({**entries[token_id], "top_logprobs": list(entries.values())}))
+    for table in answer.logprobs[start:end] if answer.logprobs is not None else ():
+        entries = [{"token": entry.token or "", "logprob": finite(entry.logprob)} for entry in table.values()]
+        found.append(as_json({**entries[0], "top_logprobs": entries}))
     return found
 
 

@@ -35,9 +35,9 @@ from kvern.api.response_output import OutputItems
 from kvern.api.response_tools import ToolList, chat_tool_choice, read_tool_list
 from kvern.errors import shown
 from kvern.io.json_lines import as_json
+from kvern.request.logprobs import Logprob
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.sampling_params import SamplingParams
-from kvern.request.step import Logprob
 from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.checks import read_tools
 
@@ -224,22 +224,16 @@ def _begun(
 
 
 def complete(response: dict[str, Any], chat: ChatRequest, output: RequestOutput) -> None:
-    """Adds the whole answer to a response and frees the answer's log-probabilities."""
+    """Adds the whole answer to a response."""
     items, reader = OutputItems(response), chat.reader()
     answer, length = output.outputs[0], 0
-    for number, entry in enumerate(_logprobs(answer, 0, len(answer.token_ids), response["top_logprobs"])):
-        length += len(_told(answer, number).token or "")
+    entries = _logprobs(answer, 0, len(answer.token_ids), response["top_logprobs"])
+    for entry, table in zip(entries, answer.logprobs or (), strict=False):
+        length += len(next(iter(table.values())).token or "")
         items.add(reader.read(answer.text[:length], False), [entry])  # in the steps in which it grew
     items.add(reader.read(answer.text, True))
     items.end(_conclude(response, output, chat))
     response["output"] = items.items
-    output.forget_logprobs()
-
-
-def _told(answer: CompletionOutput, number: int) -> Logprob:
-    """Returns the sampled entry of the token of this number."""
-    assert answer.logprobs is not None
-    return answer.logprobs[number][answer.token_ids[number]]
 
 
 def _logprobs(answer: CompletionOutput, first: int, end: int, most: int) -> Iterator[msgspec.Raw]:
@@ -250,10 +244,10 @@ def _logprobs(answer: CompletionOutput, first: int, end: int, most: int) -> Iter
     if answer.logprobs is None:
         return
     said = len(answer.token_ids) - (answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str))
-    for number in range(first, min(said, end)):
-        table = answer.logprobs[number]
+    for table in answer.logprobs[first : min(said, end)]:
+        told = next(iter(table.values()))
         best = sorted(table.values(), key=lambda entry: -entry.logprob)[:most]
-        yield as_json({**_logprob(_told(answer, number)), "top_logprobs": [_logprob(entry) for entry in best]})
+        yield as_json({**_logprob(told), "top_logprobs": [_logprob(entry) for entry in best]})
 
 
 def _logprob(entry: Logprob) -> dict[str, Any]:

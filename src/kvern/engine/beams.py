@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvern.engine.scheduler import Scheduler
 from kvern.request.events import TokenEvent
+from kvern.request.logprobs import LogprobRows, joined
 from kvern.request.request import DraftProgress, FinishReason, Request, State
-from kvern.request.step import BeamCandidates, Fork, ModelRunnerOutput, TokenLogprobs
+from kvern.request.step import BeamCandidates, Fork, ModelRunnerOutput
 
 if TYPE_CHECKING:
     from kvern.engine.stop_strings import ScopedSearch, StopSearch
@@ -59,7 +60,7 @@ class Beam:
     request: Request
     text: BeamText | None
     total: float = 0.0
-    entries: list[TokenLogprobs] = field(default_factory=list)
+    entries: list[LogprobRows] = field(default_factory=list)
     candidates: BeamCandidates | None = None
 
 
@@ -79,8 +80,8 @@ class Continuation(NamedTuple):
         return [*request.token_ids[request.prompt_length :], self.token_id]
 
     @property
-    def entries(self) -> list[TokenLogprobs]:
-        """The tables of all generated tokens, if wanted."""
+    def entries(self) -> list[LogprobRows]:
+        """The log-probabilities of all generated tokens, if wanted."""
         entry = self.beam.candidates.entry if self.beam.candidates is not None else None
         return [] if entry is None else [*self.beam.entries, entry(self.place)]
 
@@ -93,7 +94,7 @@ class Hypothesis:
     """`total` over its length to the power of `length_penalty`."""
     total: float
     token_ids: list[int]
-    entries: list[TokenLogprobs]
+    entries: list[LogprobRows]
     reason: FinishReason
     stop_reason: int | None = None
 
@@ -219,7 +220,7 @@ def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
         TokenEvent(
             answer_id,
             found.token_ids,
-            found.entries or None,
+            joined(found.entries),
             cached_tokens=request.answer.cached_tokens,
             loaded_tokens=request.answer.loaded_tokens,
             finish_reason=found.reason,

@@ -28,8 +28,9 @@ from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.logprobs import LogprobRows
 from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
-from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost, TokenLogprobs
+from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost
 from kvern.request.weights import WeightsFound, WeightSource, weights_prefix
 
 if TYPE_CHECKING:
@@ -362,8 +363,8 @@ class EngineCore(EngineLoop):
             if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
                 self.scheduler.finish(request, "abort", reason)
                 ids = request.answer_ids if request.search is None else request.search.answer_ids
-                rest = request.untold([]) or []
-                events += [TokenEvent(name, rest, finish_reason="abort", stop_reason=reason) for name in ids]
+                rest = request.untold([], None) or ([], None)
+                events += [TokenEvent(name, *rest, finish_reason="abort", stop_reason=reason) for name in ids]
         self._forget_unused()
         return events
 
@@ -418,14 +419,13 @@ class EngineCore(EngineLoop):
                 self.scheduler.finish(request, ended, reason or None, keep_cached=certain)
             else:
                 self._finish_if_stopped(request, token_ids[-1], full)
-            told = request.untold(token_ids)
+            told = request.untold(token_ids, logprobs)
             if told is None and prompt_logprobs is None:
                 continue
             events.append(
                 TokenEvent(
                     request_id,
-                    told or [],
-                    logprobs,
+                    *(told or ([], None)),
                     prompt_logprobs,
                     request.answer.cached_tokens,
                     request.answer.finish_reason,
@@ -447,7 +447,7 @@ class EngineCore(EngineLoop):
             self.scheduler.finish(request, "length")
 
 
-def _not_yet_reported(request: Request, start: int, logprobs: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+def _not_yet_reported(request: Request, start: int, logprobs: LogprobRows | None) -> LogprobRows | None:
     """Returns the prompt's log-probabilities that were not computed before a preemption.
 
     `start` is the position of the first token that was computed, which predicts the next.

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvern.request.events import TokenEvent
+from kvern.request.logprobs import LogprobRows, LogprobTables, PromptTables
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.request import FinishReason, RequestSpec
 from kvern.request.sampling_params import SamplingParams
-from kvern.request.step import Logprob, TokenLogprobs
 from kvern.text.detokenizer import IncrementalDetokenizer
 from kvern.text.tokenizer import Tokenizer
 
@@ -30,14 +30,12 @@ class Answer:
         index: int,
     ) -> None:
         """`search` looks for stop strings; None: there are none."""
-        self.output = CompletionOutput(index, logprobs=[] if params.logprobs is not None else None)
+        tables = LogprobTables(tokenizer.texts) if params.logprobs is not None else None
+        self.output = CompletionOutput(index, logprobs=tables)
         self._params = params
         self._search = search
         self._eos_token_ids = tokenizer.eos_token_ids
-        self._tokenizer = tokenizer
         self._text = ""
-        self._early: list[TokenLogprobs] = []
-        """Came before their tokens."""
         kept = frozenset(params.visible_token_ids or ())
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, params.skip_special_tokens, kept)
 
@@ -49,13 +47,13 @@ class Answer:
         self.output.accepted_prediction_tokens += accepted
         self.output.rejected_prediction_tokens += rejected
         token_ids = event.token_ids
-        logprobs = self._tables(event)
         last = len(token_ids) - 1
         if last > 0 and not self._params.stop_strings:
-            self._add_tokens(event, logprobs)
+            self._add_tokens(event)
             token_ids = []
         for place, token_id in enumerate(token_ids):
-            self._add_logprobs(token_ids[place : place + 1], logprobs[place : place + 1])
+            if event.logprobs is not None:
+                self._add_logprobs(event.logprobs[place : place + 1] if last else event.logprobs)
             self.output.token_ids.append(token_id)
             if place < last or event.finish_reason != "stop" or self._params.include_stop_str_in_output:
                 stop = self._grow(self._detokenizer.append([token_id]))
@@ -70,32 +68,21 @@ class Answer:
             self.output.text = self._text[: len(self._text) - held_back]
         return None
 
-    def expect(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Take log-probabilities of the next tokens, which come later."""
-        self._early += map(self.with_text, logprobs)
-
-    def _tables(self, event: TokenEvent) -> list[TokenLogprobs]:
-        """Returns the table of each token of an event. An engine may have died after tables came early, without
-        tokens."""
-        if event.logprobs is None or self.output.logprobs is None:
-            return []
-        early, self._early = self._early, []
-        return [*early, *map(self.with_text, event.logprobs)][-len(event.token_ids) :]
-
-    def _add_tokens(self, event: TokenEvent, logprobs: Sequence[TokenLogprobs]) -> None:
+    def _add_tokens(self, event: TokenEvent) -> None:
         """Take several, in which nothing is to be found."""
-        self._add_logprobs(event.token_ids, logprobs)
+        if event.logprobs is not None:
+            self._add_logprobs(event.logprobs)
         self.output.token_ids.extend(event.token_ids)
         hidden = event.finish_reason == "stop" and not self._params.include_stop_str_in_output
         self._text += self._detokenizer.append(event.token_ids[: len(event.token_ids) - hidden])
 
-    def _add_logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+    def _add_logprobs(self, rows: LogprobRows) -> None:
         output = self.output
-        for token_id, table in zip(token_ids, logprobs, strict=bool(logprobs)):
-            assert output.logprobs is not None
-            output.logprobs.append(table)
-            if not self.searched:
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + table[token_id].logprob
+        assert output.logprobs is not None
+        output.logprobs.extend(rows)
+        if not self.searched:
+            for logprob in rows.own():
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
 
     @property
     def searched(self) -> bool:
@@ -126,11 +113,6 @@ class Answer:
         self._text = self._text[: place + (len(stop) if self._params.include_stop_str_in_output else 0)]
         return stop
 
-    def with_text(self, logprobs: TokenLogprobs) -> TokenLogprobs:
-        """The entries with the texts of their tokens."""
-        text = self._tokenizer.id_to_token
-        return {token: Logprob(entry.logprob, entry.rank, text(token)) for token, entry in logprobs.items()}
-
 
 class OutputProcessor:
     """Turns the token events of all running requests into request outputs."""
@@ -150,7 +132,8 @@ class OutputProcessor:
         answers = [Answer(self._tokenizer, prompt_ids, params, search, index) for index, search in enumerate(searches)]
         output = RequestOutput(spec.request_id, prompt, list(prompt_ids), [answer.output for answer in answers])
         if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None] * min(params.prompt_logprobs_from, len(prompt_ids))
+            told = LogprobTables(self._tokenizer.texts)
+            output.prompt_logprobs = PromptTables(min(params.prompt_logprobs_from, len(prompt_ids)), told)
         self._answers |= {name: (output, answer) for name, answer in zip(spec.answer_ids, answers, strict=True)}
         return output
 
@@ -180,12 +163,10 @@ class OutputProcessor:
     def _take(self, event: TokenEvent, output: RequestOutput, answer: Answer) -> str | None:
         """Let the answer grow; the stop string that it completes, if any."""
         if event.prompt_logprobs is not None and output.prompt_logprobs is not None and answer.output.index == 0:
-            output.prompt_logprobs += map(answer.with_text, event.prompt_logprobs)
+            output.prompt_logprobs.told.extend(event.prompt_logprobs)
         output.embedding = output.embedding or event.embedding
         output.queue_seconds = max(output.queue_seconds, event.queue_seconds)
         if not event.token_ids:
-            if event.logprobs and answer.output.logprobs is not None:
-                answer.expect(event.logprobs)
             if event.finish_reason is not None:
                 self._end_without_token(event, output, answer)
             return None

@@ -154,12 +154,11 @@ def score_of(output: RequestOutput, prompt: ScoredPrompt) -> Score:
     output.check()
     assert output.prompt_logprobs is not None
     token_ids = prompt.token_ids[prompt.context_tokens :]
-    tables = output.prompt_logprobs[prompt.context_tokens :]
-    entries = [table[token] for token, table in zip(token_ids, tables, strict=True) if table is not None]
-    logprobs = [entry.logprob for entry in entries]
+    rows = list(output.prompt_logprobs.told.rows(prompt.context_tokens - output.prompt_logprobs.missing))
+    logprobs = [row.logprobs[0] for row in rows]
     return Score(
         math.fsum(logprobs),
-        all(entry.rank == 1 for entry in entries),
+        all(row.rank == 1 for row in rows),
         token_ids,
         logprobs,
         prompt.context_tokens,

@@ -1,14 +1,14 @@
 """Reports of an engine: the token events of a step, and its counters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
+from kvern.request.logprobs import LogprobRows
 from kvern.request.request import FinishReason
-from kvern.request.step import TokenLogprobs
 from kvern.request.store_figures import StoreFigures, summed
 
 
@@ -20,10 +20,9 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     request_id: str
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None
-    """The log-probabilities of each token, if wanted; those of the first tokens may come earlier, without the
-    tokens."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    logprobs: LogprobRows | None = None
+    """The log-probabilities of each token, if wanted."""
+    prompt_logprobs: LogprobRows | None = None
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -37,32 +36,6 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The accepted and the rejected drafts of the request's predicted output in this step."""
     loaded_tokens: Mapping[str, int] = {}
     """How many of `cached_tokens` each store of the tier gave for this request; reported once, if there is a tier."""
-
-
-MOST_TOLD = 1024
-"""The log-probabilities that are sent at once; the receiver does other work in between."""
-
-
-def in_parts(events: Sequence[TokenEvent]) -> Iterator[list[TokenEvent]]:
-    """Yields the events in lists of at most MOST_TOLD log-probabilities, or of one token's; at least one list."""
-    part, told = list[TokenEvent](), 0
-    for event in events:
-        for name in ("prompt_logprobs", "logprobs"):
-            tables, begun = getattr(event, name) or [], 0
-            for place, table in enumerate(tables):
-                told += len(table)
-                if told > MOST_TOLD:
-                    if place > begun:
-                        part.append(replace(TokenEvent(event.request_id), **{name: tables[begun:place]}))
-                    if part:
-                        yield part
-                    part = []
-                    told = len(table)
-                    begun = place
-            if begun:
-                event = replace(event, **{name: tables[begun:]})
-        part.append(event)
-    yield part
 
 
 class EngineStatistics(msgspec.Struct, array_like=True, gc=False):

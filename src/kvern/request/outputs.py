@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvern.errors import InvalidParameter, RequestFailed, shown
 from kvern.plugins import imported
+from kvern.request.logprobs import LogprobTables, PromptTables
 from kvern.request.pieces import Message
 from kvern.request.request import FinishReason
-from kvern.request.step import TokenLogprobs
 
 OnError = Literal["raise", "return"]
 """The action of a call for failed requests: raise RequestFailed, or return their outputs with the others."""
@@ -23,7 +23,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token id or stop string that ended the answer; None for the end-of-sequence token and other reasons."""
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: LogprobTables | None = None
+    """A table for each token."""
     cumulative_logprob: float | None = None
     """The sum of its tokens' log-probabilities, if these are wanted or beams are searched."""
     accepted_prediction_tokens: int = 0
@@ -48,7 +49,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: PromptTables | None = None
     """One table for each prompt token; None for the first, which nothing predicts, and before
     `prompt_logprobs_from`."""
     cached_tokens: int = 0
@@ -78,12 +79,6 @@ class RequestOutput:
         """The reason why one of the answers failed, or None."""
         ended = (answer.stop_reason for answer in self.outputs if answer.finish_reason == "abort")
         return next((reason for reason in ended if isinstance(reason, str)), None)
-
-    def forget_logprobs(self) -> None:
-        """Frees the log-probabilities table by table: freeing all in one call would make other threads wait."""
-        for tables in (self.prompt_logprobs, *(answer.logprobs for answer in self.outputs)):
-            while tables:
-                tables.pop()
 
     def fail(self, reason: str) -> None:
         """Sets the reason of answers that were ended from outside."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from kvern.request.logprobs import LogprobRows, joined
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.spans import Spans
 
@@ -36,13 +37,15 @@ FinishReason = Literal["stop", "length", "abort"]
 class AnswerProgress:
     """The part of an answer that was reported, and its end.
 
-    `gathers`: several tokens are reported at a time. `told`: reported tokens; -1 if this engine has reported nothing.
+    `gathers`: several tokens are reported at a time; `gathered`: log-probabilities that wait for that.
+    `told`: reported tokens; -1 if this engine has reported nothing.
     `reported_prompt_logprobs`: tokens from `params.prompt_logprobs_from` on whose log-probabilities were reported.
     `cached_tokens`: prompt tokens that came from the prefix cache; `loaded_tokens`: as many of these as were loaded for
     the request, by the stores of the cache's tier; empty without a tier, and when it was reported.
     """
 
     gathers: bool = False
+    gathered: list[LogprobRows] = field(default_factory=list)
     told: int = -1
     reported_prompt_logprobs: int = 0
     cached_tokens: int = 0
@@ -303,7 +306,7 @@ class Request:
         self.cache_namespace = cache_namespace(spec)
         self.prompt_length = spec.prompt_length
         self.max_tokens = spec.max_tokens
-        asks = params.logprobs is not None or params.stop_strings or spec.predicted or params.beam_width
+        asks = params.stop_strings or spec.predicted or params.beam_width
         self.answer.gathers = spec.whole and not asks
 
     @property
@@ -338,20 +341,23 @@ class Request:
                 return token_ids[:count]
         return token_ids
 
-    def untold(self, token_ids: list[int]) -> list[int] | None:
-        """Returns the tokens to report after it has grown by these tokens; None to wait for more.
+    def untold(self, token_ids: list[int], logprobs: LogprobRows | None) -> tuple[list[int], LogprobRows | None] | None:
+        """Returns the tokens to report after it has grown by these tokens, and their log-probabilities; None to wait.
 
         The first are reported at once, to show that it has started, and the last when it has ended.
         """
         answer = self.answer
         if not answer.gathers:
-            return token_ids
+            return token_ids, logprobs
         if answer.told >= 0:
+            if logprobs is not None:
+                answer.gathered.append(logprobs)
             if answer.finish_reason is None and self.output_length - answer.told < TOLD_AT_ONCE:
                 return None
             token_ids = self.token_ids[self.prompt_length + answer.told :]
+            logprobs, answer.gathered = joined(answer.gathered), []
         answer.told = self.output_length
-        return token_ids
+        return token_ids, logprobs
 
     @property
     def remaining_tokens(self) -> int:

@@ -6,26 +6,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from kvern.request.logprobs import LogprobRows
 from kvern.request.request import RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.spans import Spans
-
-
-class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """The log-probability (natural logarithm) of one token and its rank among all (1: the most probable)."""
-
-    logprob: float
-    rank: int
-    token: str | None = None
-
-    @property
-    def decoded_token(self) -> str | None:
-        """`token`, under the name that vLLM has for it."""
-        return self.token
-
-
-TokenLogprobs = dict[int, Logprob]
-"""Tables by token id: the token at the position and, after it, the most probable ones."""
 
 
 class GrownTable(msgspec.Struct, frozen=True, gc=False):
@@ -178,8 +162,8 @@ class BeamCandidates(NamedTuple):
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """The log-probabilities given the beam, after constraints and penalties."""
-    entry: Callable[[int], TokenLogprobs] | None = None
-    """Returns the reported table of a candidate, if log-probabilities are wanted."""
+    entry: Callable[[int], LogprobRows] | None = None
+    """Returns the reported row of a candidate, if log-probabilities are wanted."""
 
 
 OUT_OF_TOKENS = ""
@@ -191,9 +175,9 @@ class ModelRunnerOutput:
 
     token_ids: list[list[int]]
     """The tokens that are kept; none if the step only computed a part of the prompt."""
-    logprobs: list[list[TokenLogprobs] | None]
+    logprobs: list[LogprobRows | None]
     """The log-probabilities of each token, None if not wanted."""
-    prompt_logprobs: list[list[TokenLogprobs] | None]
+    prompt_logprobs: list[LogprobRows | None]
     """The log-probabilities of the prompt tokens that the step's tokens predict, in order."""
     broken: dict[int, str] = field(default_factory=dict)
     """Reasons by slot why a grammar or logits processor ends a request, whose last token is invalid.

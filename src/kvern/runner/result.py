@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +12,13 @@ from kvern.device.rows import BatchRows
 from kvern.device.transfer import fetch, upload
 from kvern.drafting.verification import GuessedDrafts
 from kvern.models.decoder import LanguageModel
-from kvern.request.step import ModelRunnerOutput, ScheduledTokens, TokenLogprobs
+from kvern.request.logprobs import LogprobRows
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens
 
 if TYPE_CHECKING:
     from kvern.runner.processor_rows import ProcessorVerdict
     from kvern.sample.beams import DeviceCandidates
-    from kvern.sample.logprobs import DeviceLogprobs
+    from kvern.sample.logprobs import DeviceLogprobs, FetchedLogprobs
 
 Interval = tuple[torch.cuda.Event, torch.cuda.Event]
 """Begin and end of some work of a GPU."""
@@ -44,21 +45,18 @@ class PromptLogprobs:
     """Log-probabilities of all tokens of `runs`, in parts of PROMPT_LOGITS_ROWS, of a step with `places` requests."""
 
     runs: Sequence[PromptRun]
-    parts: "list[DeviceLogprobs]"
+    parts: "list[FetchedLogprobs]"
     places: int
 
-    def entries(self) -> list[list[TokenLogprobs] | None]:
+    def entries(self) -> list[LogprobRows | None]:
         """The log-probabilities by index in the step."""
         tokens = [token for run in self.runs for token in run.tokens]
-        counts = [run.wanted for run in self.runs for _ in run.tokens]
-        tables: list[TokenLogprobs] = []
-        for part in self.parts:
-            places = slice(len(tables), len(tables) + len(part.ranks))
-            tables += part.entries(tokens[places], counts[places])
-        result: list[list[TokenLogprobs] | None] = [None] * self.places
-        remaining = iter(tables)
-        for run in self.runs:
-            result[run.place] = list(islice(remaining, len(run.tokens)))
+        ends = list(accumulate((len(run.tokens) for run in self.runs), initial=0))
+        asked = [(slice(*ends), run.wanted) for ends, run in zip(pairwise(ends), self.runs, strict=True)]
+        result: list[LogprobRows | None] = [None] * self.places
+        told = self.parts[0].of(self.parts).rows(tokens, asked)
+        for run, rows in zip(self.runs, told, strict=True):
+            result[run.place] = rows
         return result
 
 
@@ -155,7 +153,7 @@ class PendingStep:
     def _output(self) -> ModelRunnerOutput:
         tokens: list[int] = [] if self._sampled is None else self._sampled.tolist()
         places = len(self._scheduled)
-        prompts: list[list[TokenLogprobs] | None] = [None] * places
+        prompts: list[LogprobRows | None] = [None] * places
         reported = self._reported
         if reported.prompt_logprobs is not None:
             prompts = reported.prompt_logprobs.entries()
@@ -173,27 +171,37 @@ class PendingStep:
             )
         runs = self._runs(broken)
         token_ids = [tokens[run] for run in runs]
-        ends = {
-            item.slot: run.stop - 1 for item, run in zip(self._scheduled, runs, strict=True) if run.start < run.stop
-        }
-        broken_slots = {slot: broken[end] for slot, end in ends.items() if end in broken}
+        broken_slots = {}
+        if broken:
+            slots = [item.slot for item in self._scheduled]
+            ends = {slot: run.stop - 1 for slot, run in zip(slots, runs, strict=True) if run.start < run.stop}
+            broken_slots = {slot: broken[end] for slot, end in ends.items() if end in broken}
         return ModelRunnerOutput(token_ids, self._entries(tokens, runs), prompts, broken_slots, embeddings, candidates)
 
     def _runs(self, broken: Collection[int]) -> list[slice]:
         """The slices of the sampled tokens that each request keeps; none after a token that is broken."""
         kept = [item.sampled for item in self._scheduled] if self._kept is None else self._kept.tolist()
         firsts = accumulate((item.sampled for item in self._scheduled), initial=0)
-        runs = [range(first, first + count) for first, count in zip(firsts, kept, strict=False)]
-        return [slice(run.start, next((row + 1 for row in run if row in broken), run.stop)) for run in runs]
+        runs = [slice(first, first + count) for first, count in zip(firsts, kept, strict=False)]
+        if not broken:
+            return runs
+        rows = [range(run.start, run.stop) for run in runs]
+        return [slice(run.start, next((row + 1 for row in run if row in broken), run.stop)) for run in rows]
 
-    def _entries(self, tokens: list[int], runs: Sequence[slice]) -> list[list[TokenLogprobs] | None]:
+    def _entries(self, tokens: list[int], runs: Sequence[slice]) -> list[LogprobRows | None]:
         """Log-probabilities of the tokens in each of `runs`, where they were asked for."""
-        if self._logprobs is None:
-            return [None] * len(runs)
-        counts = self._reported.counts
-        entries = self._logprobs.entries(tokens, [count or 0 for count in counts])
-        asked = [run.start < run.stop and counts[run.start] is not None for run in runs]
-        return [entries[run] if wanted else None for run, wanted in zip(runs, asked, strict=True)]
+        entries: list[LogprobRows | None] = [None] * len(runs)
+        if self._logprobs is not None:
+            asked = []
+            places = []
+            for place, run in enumerate(runs):
+                count = self._reported.counts[run.start] if run.start < run.stop else None
+                if count is not None:
+                    asked.append((run, count))
+                    places.append(place)
+            for place, rows in zip(places, self._logprobs.rows(tokens, asked), strict=True):
+                entries[place] = rows
+        return entries
 
 
 def embeddings(

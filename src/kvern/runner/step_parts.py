@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from kvern.errors import in_a_line
+from kvern.request.logprobs import joined
 from kvern.request.spans import cut, least, within
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepLost, StepResult, StepTooLarge
 
@@ -135,12 +136,12 @@ class JoinedPieces:
 
     def result(self) -> ModelRunnerOutput:
         outputs = [part.result() for part in self._parts]
-        prompts = [entry for output in outputs for entry in output.prompt_logprobs[0] or ()]
+        prompts = [rows for output in outputs for rows in output.prompt_logprobs if rows is not None]
         last = outputs[-1]
         return ModelRunnerOutput(
             [last.token_ids[0]],
             [last.logprobs[0]],
-            [prompts or None],
+            [joined(prompts)],
             last.broken,
             last.embeddings,
             last.candidates,

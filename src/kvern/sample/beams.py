@@ -7,7 +7,8 @@ import torch
 
 from kvern.device.rows import BatchRows
 from kvern.device.transfer import fetch, upload
-from kvern.request.step import BeamCandidates, Logprob, NewRequest, TokenLogprobs
+from kvern.request.logprobs import LogprobRows, packed
+from kvern.request.step import BeamCandidates, NewRequest
 
 
 def candidate_count(request: NewRequest) -> int:
@@ -45,13 +46,11 @@ class CandidateLogprobs:
         best = logprobs.topk(min(most, logits.shape[-1]), -1)
         return cls(fetch(chosen), fetch(ranks), fetch(best.indices), fetch(best.values))
 
-    def entry(self, row: int, place: int, token: int, count: int) -> TokenLogprobs:
+    def entry(self, row: int, place: int, token: int, count: int) -> LogprobRows:
         """The log-probability of one candidate, then those of the `count` most probable tokens."""
-        entry = {token: Logprob(float(self.logprobs[row, place]), int(self.ranks[row, place]))}
-        best = zip(self.best_ids[row, :count].tolist(), self.best[row, :count].tolist(), strict=True)
-        for rank, (other, value) in enumerate(best, 1):
-            entry.setdefault(other, Logprob(value, rank))
-        return entry
+        ids = [token, *self.best_ids[row, :count].tolist()]
+        logprobs = [float(self.logprobs[row, place]), *self.best[row, :count].tolist()]
+        return packed(ids, logprobs, int(self.ranks[row, place]))
 
 
 class DeviceCandidates:
@@ -109,5 +108,5 @@ class ReportedEntry:
     ids: list[int]
     count: int
 
-    def __call__(self, place: int) -> TokenLogprobs:
+    def __call__(self, place: int) -> LogprobRows:
         return self.logprobs.entry(self.row, place, self.ids[place], self.count)

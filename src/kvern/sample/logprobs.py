@@ -1,12 +1,15 @@
 """Log-probabilities of chosen tokens: computed on the device, read on the host when the step's result is."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
+import numpy as np
 import torch
 
 from kvern.device.transfer import fetch
-from kvern.request.step import Logprob, TokenLogprobs
+from kvern.request.logprobs import LogprobRows, row_bytes
 
 
 @dataclass(frozen=True)
@@ -24,28 +27,48 @@ class DeviceLogprobs:
         own, ranks, ids, values = found
         return cls(own[:count], ranks[:count], ids[:count, :most], values[:count, :most])
 
-    def fetch(self) -> "DeviceLogprobs":
+    def fetch(self) -> "FetchedLogprobs":
         """A copy on the host, which arrives when the device's work so far is done."""
-        return DeviceLogprobs(*(fetch(item) for item in (self.chosen, self.ranks, self.best_ids, self.best)))
+        columns = [
+            self.best_ids.int(),
+            self.chosen[:, None].view(torch.int32),
+            self.best.view(torch.int32),
+            self.ranks[:, None].int(),
+        ]
+        return FetchedLogprobs(fetch(torch.cat(columns, 1)))
 
-    def entries(self, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-        """For each token its own entry, then the `count` most probable ones."""
-        rows = zip(
-            tokens,
-            counts,
-            self.chosen.tolist(),
-            self.ranks.tolist(),
-            self.best_ids.tolist(),
-            self.best.tolist(),
-            strict=True,
-        )
-        result = []
-        for token, count, logprob, rank, best_ids, best in rows:
-            entry = {token: Logprob(logprob, rank)}
-            for place, (other, value) in enumerate(zip(best_ids[:count], best[:count], strict=True)):
-                entry.setdefault(other, Logprob(value, place + 1))
-            result.append(entry)
-        return result
+
+@dataclass(frozen=True)
+class FetchedLogprobs:
+    """Log-probabilities of N tokens on the host, [N, 2 * most + 2]: rows of `LogprobRows` without the tokens' ids."""
+
+    columns: torch.Tensor
+
+    @classmethod
+    def of(cls, parts: "Sequence[FetchedLogprobs]") -> "FetchedLogprobs":
+        """Puts the tokens of parts that have arrived behind each other."""
+        return cls(torch.cat([part.columns for part in parts]))
+
+    def rows(self, tokens: Sequence[int], runs: Sequence[tuple[slice, int]]) -> Iterator[LogprobRows]:
+        """Yields the rows of each run of the N `tokens`, with so many of the most probable ones."""
+        for wanted, group in groupby(runs, itemgetter(1)):
+            some = [run for run, _ in group]
+            count, first = min(wanted, self.columns.shape[1] // 2 - 1), some[0].start
+            size = row_bytes(count)
+            block = slice(first, some[-1].stop)
+            data = _packed(tokens[block], self.columns[block].numpy(), count)
+            for run in some:
+                yield LogprobRows(count, data[(run.start - first) * size : (run.stop - first) * size])
+
+
+def _packed(tokens: Sequence[int], columns: "np.ndarray[tuple[int, int], np.dtype[np.int32]]", count: int) -> bytes:
+    own = columns.shape[1] // 2 - 1
+    rows = np.empty((len(tokens), row_bytes(count) // 4), np.int32)
+    rows[:, 0] = tokens
+    rows[:, 1 : 1 + count] = columns[:, :count]
+    rows[:, 1 + count : -1] = columns[:, own : own + 1 + count]
+    rows[:, -1] = columns[:, -1]
+    return rows.tobytes()
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> DeviceLogprobs:

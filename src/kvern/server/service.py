@@ -28,7 +28,7 @@ from kvern.request.outputs import RequestOutput
 from kvern.request.request import PromptInput
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
-from kvern.server.http import WRITERS, loaded, write_large
+from kvern.server.http import loaded, write_large
 from kvern.server.image_memory import ImageMemory
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.usage import UsageCounter
@@ -286,13 +286,11 @@ class Running:
         generations: list[Generation],
         follow: Callable[[], AsyncIterator[None]],
         held: contextlib.ExitStack,
-        is_large: bool,
     ) -> None:
         self.outputs = [generation.output for generation in generations]
         self._generations = generations
         self._follow = follow
         self._held = held
-        self._is_large = is_large
 
     def __aiter__(self) -> AsyncIterator[None]:
         return self._follow()
@@ -309,13 +307,6 @@ class Running:
     def close(self) -> None:
         """Aborts what has not ended."""
         self._held.close()
-
-    def leave(self) -> None:
-        """Closes it, and frees its log-probabilities."""
-        self.close()
-        if self._is_large:
-            for output in self.outputs:
-                WRITERS.submit(output.forget_logprobs)
 
 
 class Service:
@@ -536,7 +527,7 @@ class Service:
                     reported += reported_by(len(generation.output.prompt_token_ids), params)
                     check_reported(reported)
             follow = functools.partial(replicas.follow, generations, news, deadline)
-            return Running(generations, follow, held.pop_all(), ask.is_large)
+            return Running(generations, follow, held.pop_all())
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
         """Returns all answers, complete. Raises what `start` raises, and DeadlineExceeded."""
@@ -549,7 +540,7 @@ class Service:
             async for _ in running:
                 pass
         except BaseException:
-            running.leave()
+            running.close()
             raise
         running.close()
         return running

@@ -26,7 +26,7 @@ from kvern.engine.step_watch import SHORTEST_SILENCE, RunningFile, StepWatch
 from kvern.errors import KvernError, in_a_line
 from kvern.io.sockets import connect
 from kvern.models.folder import folder_here
-from kvern.request.events import TokenEvent, in_parts
+from kvern.request.events import TokenEvent
 from kvern.runner import ahead
 from kvern.runner.startup import Startup
 from kvern.serving.engine_weights import WeightChanges
@@ -254,7 +254,7 @@ def serve(
                 told.expert_tokens = reading()
                 reading = core.count_experts()
                 counted = now
-            tell(socket, told)
+            socket.send(encode(told))
             spoke = now
 
 
@@ -265,15 +265,6 @@ def add(core: EngineLoop, message: AddRequest) -> list[TokenEvent]:
     except Exception as error:
         return refused(message.spec, error)
     return []
-
-
-def tell(socket: "zmq.Socket[bytes]", told: Events) -> None:
-    """Send events, in messages that are not too long."""
-    *parts, last = in_parts(told.events)
-    for part in parts:
-        socket.send(encode(Events(part, told.statistics, told.seconds, told.silence)))
-    told.events = last
-    socket.send(encode(told))
 
 
 class AdapterReader:

@@ -93,8 +93,8 @@ class Generation:
         if not any(answer.token_ids for answer in self.output.outputs) and not self.resumed:
             return AddRequest(self.spec)
         spec = msgspec.structs.replace(self.spec, whole=False)
-        logprobs = self.output.prompt_logprobs or []
-        reported = max(len(logprobs) - self.spec.params.prompt_logprobs_from, 0) if logprobs else 0
+        logprobs = self.output.prompt_logprobs
+        reported = 0 if logprobs is None else len(logprobs.told)
         if self.spec.params.beam_width is not None:  # nothing of it arrives before all of it
             return AddRequest(spec, [Progress(0, [], reported)])
         going_on = (answer for answer in self.output.outputs if answer.finish_reason is None)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -24,6 +24,7 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 EXTRA = ("extra_special_tokens", "additional_special_tokens")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
+T = TypeVar("T")
 Named = tuple[tokenizers.AddedToken, int | None]
 """A token, and the id that a file gives it."""
 
@@ -117,6 +118,22 @@ MOST_GROWN = 1 << 22
 """The limit of characters that tokenizers which lengthen texts may make of the texts of one call."""
 
 
+class MadeOnce(dict[int, T]):
+    """What a function makes of token ids; it is kept."""
+
+    def __init__(self, tokenizer: Tokenizer, make: Callable[[Tokenizer, int], T]) -> None:
+        self._tokenizer = tokenizer
+        self._make = make
+
+    def __missing__(self, token_id: int) -> T:
+        made = self[token_id] = self._make(self._tokenizer, token_id)
+        return made
+
+
+def _text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.id_to_bytes(token_id).decode("utf-8", errors="replace")
+
+
 class Tokenizer:
     """The tokenizer of one checkpoint folder. ``variables`` are defaults of the chat template's variables.
 
@@ -155,7 +172,9 @@ class Tokenizer:
         self.eos_token_ids = self._find_eos_token_ids()
         self._special_ids = self._find_special_ids()
         self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}
+        self.texts: Mapping[int, str] = MadeOnce(self, _text)
+        """`id_to_token` of each token."""
+        self._made: dict[object, MadeOnce[Any]] = {}
         self.is_byte_level = self._backend is not None and is_byte_level(self._backend)
         self.fallback_bytes = fallback_bytes(self._backend) if self._backend is not None else {}
         self.longest_token = longest_token(self._backend) if self._backend is not None else None
@@ -255,9 +274,13 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str:
         """Returns the text of one token alone, U+FFFD if it is only part of a character."""
-        if token_id not in self._texts:
-            self._texts[token_id] = self.id_to_bytes(token_id).decode("utf-8", errors="replace")
-        return self._texts[token_id]
+        return self.texts[token_id]
+
+    def made_once(self, make: Callable[[Tokenizer, int], T]) -> Mapping[int, T]:
+        """Returns what `make` makes of each token id, when it is asked for first."""
+        if make not in self._made:
+            self._made[make] = MadeOnce(self, make)
+        return self._made[make]
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that one token adds to the text, in UTF-8; they may be part of a character.

@@ -43,7 +43,7 @@ class Completions:
             chunks = imported("kvern.api.completion_chunks:chunks")
             news = chunks(writer, running.outputs, running, service.config.stream_interval)
             stream: EventStream = imported("kvern.server.streams:chunk_stream")(
-                news, running.leave, headers, ask.is_large
+                news, running.close, headers, ask.is_large
             )
             return stream
         return await whole_answer(request, service.written(ask, lambda ended: writer.answer(ended.outputs)), headers)

@@ -245,7 +245,7 @@ class OllamaApi:
                 self._keep(model, stay, key)
                 seconds = functools.partial(_seconds, started, began)
                 lines = writer.lines(started.outputs[0], started, seconds)
-                return EventStream(lines, started.leave, headers, STREAM, ask.is_large)
+                return EventStream(lines, started.close, headers, STREAM, ask.is_large)
             work = self._service.written(ask, lambda ended: writer.whole(ended.outputs[0], _seconds(ended, began)))
             response = await whole_answer(request, work, headers)
             self._keep(model, stay, key)

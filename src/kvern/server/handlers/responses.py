@@ -224,7 +224,7 @@ class Responses:
         try:
             running = await self._service.start(ask, patient=record.log is None)
             with contextlib.ExitStack() as held:
-                held.callback(running.leave)
+                held.callback(running.close)
                 async for event in events.of(running.outputs[0], running):
                     _tell(record, event)
         except KvernError as error:
@@ -253,7 +253,7 @@ class Responses:
             yield last
 
     def _close(self, record: Record, running: Running) -> None:
-        running.leave()
+        running.close()
         self._store.end(record)
 
 
