@@ -19,6 +19,7 @@ from kvern.cache.keys import (
     contents_in,
     contents_of,
     digest,
+    edge_key,
     edge_of,
     edges_of,
     model_identity,
@@ -63,7 +64,7 @@ def test_edges_sort_and_begin_as_what_they_stand_for(
         for tokens, marked in (one, other)
     )
     edge, another = edge_of(first), edge_of(second)
-    assert contents_in(edge) == first
+    assert contents_in(edge) == first and edge_key(IDENTITY, edge) == block_key(IDENTITY, first)
     assert (edge < another) == (first < second) and edge.startswith(another) == (first[: len(second)] == second)
 
 

@@ -53,6 +53,19 @@ def block_key(parent: bytes, contents: Sequence[int]) -> bytes:
     except struct.error:
         marks = b"".join((item - MARK).to_bytes(KEY_BYTES, "little") for item in contents if item >= MARK)
         data = struct.pack(f"<{len(contents)}i", *(-1 if item >= MARK else item for item in contents)) + marks
+    return _key(parent, data)
+
+
+def edge_key(parent: bytes, edge: bytes) -> bytes:
+    """The key of a block by its parent's and its edge; see `edge_of`."""
+    if _MARKED in edge:
+        return block_key(parent, contents_in(edge))
+    words = array("I", edge)
+    words.byteswap()
+    return _key(parent, words.tobytes())
+
+
+def _key(parent: bytes, data: bytes) -> bytes:
     return hashlib.blake2b(parent + data, digest_size=KEY_BYTES, person=b"kvern kv block").digest()
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvern.cache.block_pool import BlockPool
-from kvern.cache.keys import block_key, contents_in, edge_of, edges_of, root_key
+from kvern.cache.keys import block_key, contents_in, edge_key, edge_of, edges_of, root_key
 
 Tokens = tuple[int, ...]
 
@@ -178,7 +178,7 @@ class RadixCache:
         key = path.pop().key
         assert key is not None
         for below in reversed(path):
-            key = below.key = block_key(key, below.tokens)
+            key = below.key = edge_key(key, below.edge)
         return key
 
     def is_written(self, node: Node) -> bool:
