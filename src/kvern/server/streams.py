@@ -11,6 +11,8 @@ from kvern.errors import KvernError
 from kvern.io.json_lines import json_line
 from kvern.server.http import PIECE, in_pieces, json_parts, until_gone
 
+SHORT = 4
+"""The items of a list that are encoded with all around them in one call; parts cost more than they spare."""
 Lines = Callable[[object], Iterator[bytes]]
 """Writes a value as a line of JSON, in parts."""
 
@@ -100,4 +102,11 @@ def _whole_line(content: object) -> Iterator[bytes]:
 
 
 def _line_parts(content: object) -> Iterator[bytes]:
-    return json_parts(content, json_line)
+    return _whole_line(content) if _is_short(content) else json_parts(content, json_line)
+
+
+def _is_short(value: object) -> bool:
+    """True if no list in it has more than SHORT items."""
+    if isinstance(value, tuple | list):
+        return len(value) <= SHORT and all(map(_is_short, value))
+    return not isinstance(value, dict) or all(map(_is_short, value.values()))
