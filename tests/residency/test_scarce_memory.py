@@ -12,12 +12,13 @@ from tests.support.simulated_residency import Machine, World, awake, moves
 
 GB = 10**9
 SIZE = Footprint(4 * GB, 3.0, GB, 0.3, cache=GB)
-FLOOR = HostMemory(0, 10 * GB).floor
+TOTAL = 1000 * GB
+FLOOR = HostMemory(0, TOTAL).floor
 
 
 def left(spare: float) -> HostMemory:
     """A machine with so many GB above the floor."""
-    return HostMemory(FLOOR + int(spare * GB), 10 * GB)
+    return HostMemory(FLOOR + int(spare * GB), TOTAL)
 
 
 def residency_of(*names: str, awake_from: float | None = 0.0, terms: Terms | None = None) -> Residency:
@@ -65,7 +66,7 @@ def test_pinned_models_and_the_last_busy_one_stay() -> None:
     residency.host = left(-9)
     assert moves(residency, 1000.0) == []
     residency.ended("busy", 1000.0)
-    assert moves(residency, 2000.0) == [("busy", "asleep")]
+    assert moves(residency, 2000.0) == [("busy", "cold")]
 
 
 def test_two_busy_models_take_turns_and_no_request_that_began_is_refused() -> None:
@@ -88,7 +89,7 @@ def test_two_busy_models_take_turns_and_no_request_that_began_is_refused() -> No
     residency.moved("a", 62.0)
     residency.host = left(-9)
     residency.ended("a", 63.0)
-    assert moves(residency, 100.0) == [("a", "asleep"), ("b", "cold")]
+    assert moves(residency, 100.0) == [("a", "cold"), ("b", "cold")]
     residency.moved("a", 101.0)
     residency.moved("b", 101.0)
     residency.host = left(1)
@@ -141,8 +142,8 @@ def test_a_wake_waits_for_others_to_make_way_or_is_refused_with_the_numbers() ->
     residency.host = left(2.9)
     [(name, reason)] = residency.decide(52.0).refused.items()
     assert name == "b" and reason == (
-        "it takes 3.00 GB more, other models can give back 0.00 GB, and of the memory here 3.17 GB of 10.00 GB are "
-        "free, and 0.27 GB shall stay so: end other programs, or use a smaller model"
+        "it takes 3.00 GB more, other models can give back 0.00 GB, and of the memory here 22.90 GB of 1000.00 GB are "
+        "free, and 20.00 GB shall stay so: end other programs, or use a smaller model"
     )
     assert residency.barred("b", 52.0) == 1.0
     residency.host = left(3)
@@ -245,3 +246,71 @@ def test_the_simulation_notices_a_policy_that_does_not_relieve(relieves: bool, m
     world = World(residency, machine=machine, looks=5.0, looks_until=200.0)
     world.run([(0.0, "a", 1.0), (10.0, "b", 1.0)], until=190.0)
     assert residency.host is not None and (residency.host.spare >= 0) == relieves
+
+
+def test_what_a_wake_has_taken_so_far_is_not_counted_again() -> None:
+    residency = residency_of(awake_from=None)
+    for name, size in (("large", 100 * GB), ("middle", 30 * GB), ("small", GB)):
+        residency.add(name, Terms(), Footprint(size, 3.0, size // 2, 0.3), 0.0)
+    residency.memory = 1000 * GB
+    residency.host = left(150)
+    residency.asked("large", 0.0)
+    assert moves(residency, 0.0) == [("large", "awake")]
+    residency.host = left(90)  # 60 GB are read, 40 are to come
+    for name in ("middle", "small"):
+        residency.asked(name, 1.0)
+    assert moves(residency, 1.0) == [("middle", "awake"), ("small", "awake")]
+
+
+def test_a_download_holds_up_nobody() -> None:
+    residency = residency_of("far", "near", awake_from=None)
+    residency.host = left(4)
+    residency.asked("far", 0.0)
+    assert moves(residency, 0.0) == [("far", "awake")]
+    residency.downloads("far", True)
+    residency.asked("near", 1.0)
+    assert moves(residency, 1.0) == [("near", "awake")]
+
+
+def test_nobody_makes_way_for_a_model_that_only_an_empty_cache_would_have_room_for() -> None:
+    residency = residency_of(awake_from=None)
+    residency.add("busy", Terms(), Footprint(5 * GB, 3.0, GB // 5, 0.3, cache=4 * GB), 0.0)
+    residency.add("x", Terms(), Footprint(3 * GB, 3.0), 0.0)
+    awake(residency, "busy", 0.0)
+    residency.host = left(1.5)
+    residency.asked("x", 100.0)
+    decision = residency.decide(100.0)
+    assert not decision.moves and list(decision.refused) == ["x"]
+    residency.asked("x", 100.5)
+    assert not residency.decide(100.5).refused and residency.barred("x", 100.5) <= 1.0
+    residency.host = left(9)
+    assert moves(residency, 101.1) == [("x", "awake")], "memory is back: it is tried at once"
+
+
+def test_models_end_at_once_where_memory_runs_out() -> None:
+    """One that writes its weights to a file holds up nobody."""
+    residency = residency_of("a", "b")
+    residency.host = left(-0.1)
+    assert moves(residency, 100.0) == [("a", "asleep")]
+    residency.host = HostMemory(FLOOR // 4, TOTAL)
+    assert moves(residency, 101.0) == [("b", "cold")]
+
+
+def test_idle_models_end_before_a_busy_one_is_interrupted() -> None:
+    residency = residency_of("idle", "busy", "other")
+    for name in ("busy", "other"):
+        residency.asked(name, 30.0)
+    residency.host = left(-2.9)
+    assert moves(residency, 1000.0) == [("idle", "cold")]
+
+
+def test_a_model_is_not_refused_while_another_loads() -> None:
+    residency = residency_of("p", "q", terms=Terms(pin=True), awake_from=None)
+    residency.host = left(5)
+    assert moves(residency, 0.0) == [("p", "awake")]
+    residency.host = left(1)
+    decision = residency.decide(1.0)
+    assert not decision.refused and not decision.moves
+    residency.host = left(3.5)
+    residency.moved("p", 3.0)
+    assert moves(residency, 3.1) == [("q", "awake")]

@@ -205,7 +205,10 @@ class Keeper:
             if self._reserve is not None and host is not None and host.spare < 0:
                 self._end_reserve()
                 self._watch.freed(RESERVE_BYTES)
-            self.residency.host = self._watch.look(now)
+            host = self._watch.look(now)
+            if self._reserve is not None and host is not None:  # the next model may be loaded in that process
+                host = replace(host, free=host.free + RESERVE_BYTES)
+            self.residency.host = host
         decision = self.residency.decide(now)
         for name, reason in decision.refused.items():
             self._fail(self._by_name[name], reason)
@@ -260,12 +263,14 @@ class Keeper:
         try:
             client = resident.made
             if client is None:
+                self.residency.downloads(resident.name, True)
                 loop = asyncio.get_running_loop()
                 client = await loop.run_in_executor(self._makers, EngineClient, resident.model.engine)
                 if (sized := resident.model.sized(client.folder)) is not resident.model:  # it was downloaded just now
                     resident.model = sized
                     client = await loop.run_in_executor(self._makers, EngineClient, sized.engine)
                 resident.made = client
+                self.residency.downloads(resident.name, False)
                 client.replicas.wake = lambda: self.awake(resident)
                 client.replicas.lost = lambda: self._lost(resident)
                 needed = resident.model.estimate(client.folder)

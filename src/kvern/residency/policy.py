@@ -17,11 +17,11 @@ less than a floor is left, which other programs may have caused, idle models mak
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvern.residency.pressure import HostMemory
+from kvern.residency.pressure import LOOK_SECONDS, HostMemory
 
 State = Literal["cold", "asleep", "awake"]
 STATES: tuple[State, ...] = ("cold", "asleep", "awake")
@@ -76,6 +76,10 @@ class Footprint:
     def needed_from(self, state: State) -> int:
         """Returns the bytes that a wake takes at once."""
         return max(0, self.awake - self.cache - self.bytes_in(state))
+
+    def given_back(self, state: State, lower: State) -> int:
+        """Returns the bytes of the machine that it surely gives back between two states: its KV cache may be empty."""
+        return max(0, self.bytes_in(state) - (self.cache if state == "awake" else 0) - self.bytes_in(lower))
 
     def seconds_from(self, state: State) -> float:
         """Returns the seconds in which it is awake again."""
@@ -135,6 +139,8 @@ class _Model:
     """It was put to sleep while it had requests, which are not to be refused."""
     failures: int = 0
     barred_until: float = -math.inf
+    free_before: int | None = None
+    """The machine's free memory when its move began. None: it is downloaded, and takes no memory yet."""
 
     @property
     def held(self) -> int:
@@ -167,6 +173,10 @@ class Residency:
     def states(self) -> Mapping[str, State]:
         """The states of all models; one that moves is in its old state."""
         return {model.name: model.state for model in self._models.values()}
+
+    def downloads(self, name: str, is_so: bool) -> None:
+        """Notes that a model which is being woken takes no memory so far, or begins to."""
+        self._models[name].free_before = None if is_so else self._free
 
     def moving(self, name: str) -> State | None:
         """Returns the state into which a model moves at present."""
@@ -317,6 +327,7 @@ class Residency:
 
     def _begin(self, model: _Model, state: State, decision: Decision, relieves: bool = False) -> None:
         model.target = state
+        model.free_before = self._free
         model.interrupted = model.interrupted or (model.state == "awake" and model.requests > 0)
         decision.moves.append(Move(model.name, state, relieves))
 
@@ -331,26 +342,49 @@ class Residency:
             self._bar(model, now)
             return True
         added = model.footprint.needed_from(model.state)
-        others = sum(other.held for other in self._models.values() if not other.terms.pin and other is not model)
+        others = sum(
+            other.footprint.given_back(other.state, "cold")
+            for other in self._models.values()
+            if not other.terms.pin and other is not model
+        )
         if self._host_lacks(added) > others:
-            if not model.interrupted:  # else its requests go on when there is memory again
+            moves = any(other.target is not None and other.free_before is not None for other in self._models.values())
+            if not moves and not model.interrupted:  # else its requests go on when there is memory again
                 given = (
                     f"it takes {_size(added)} more, other models can give back {_size(others)}, and of the memory here"
                 )
                 decision.refused[model.name] = f"{given} {self.host}: end other programs, or use a smaller model"
-                self._bar(model, now)
+                model.wanted_at = None
+                model.barred_until = now + LOOK_SECONDS  # others may end at any time
             return True
-        lacking = max(self.held - model.held + needed - self.memory, self._host_lacks(added))
-        if lacking <= 0:
-            waking = [other for other in self._models.values() if other.target == "awake"]
-            if self._host_lacks(added + sum(one.footprint.needed_from(one.state) for one in waking)):
-                return False  # it may be theirs, until they have taken it
+        budget = self.held - model.held + needed - self.memory
+        host = self._host_lacks(added + self._still_taken())
+        if budget <= 0 and host <= 0:
             self._begin(model, "awake", decision)
             return True
-        lacking -= self._left_by_leaving()
+        lacking = max(budget - self._left_by_leaving(), host - self._given_back())
         if lacking > 0:
             self._make_way(model, lacking, decision, now)
         return False
+
+    def _still_taken(self) -> int:
+        """Returns the bytes that models will take which are being woken, beyond what they have taken since."""
+        return sum(
+            max(0, one.footprint.needed_from(one.state) - max(0, one.free_before - self._free))
+            for one in self._models.values()
+            if one.target == "awake" and one.free_before is not None
+        )
+
+    @property
+    def _free(self) -> int:
+        return 0 if self.host is None else self.host.free
+
+    def _given_back(self, *, at_once: bool = False) -> int:
+        """Returns the bytes of the machine that models give back which are about to sleep or end; `at_once`: to end."""
+        leaving = (
+            one for one in self._models.values() if one.target == "cold" or (one.target == "asleep" and not at_once)
+        )
+        return sum(one.footprint.given_back(one.state, one.target or "cold") for one in leaving)
 
     def _host_lacks(self, added: int) -> int:
         """Returns the bytes that the machine lacks for so many more."""
@@ -434,24 +468,32 @@ class Residency:
 
         Those that are busy take turns, so that one of them stays awake.
         """
-        lacking = self._host_lacks(0) - self._left_by_leaving()
+        # To fall asleep may take a while: weights are written to a file the first time.
+        hurries = self.host is not None and self.host.free < self.host.floor // 2
+        lacking = self._host_lacks(0) - self._given_back(at_once=hurries)
+        chosen: dict[str, State] = {}
         for _, model, state in sorted(self._able(None, now), key=lambda able: able[0]):
             if lacking <= 0:
-                return
-            if model.target is not None or (model.requests and self._is_last(model)):
+                break
+            if model.requests and self._is_last(model, chosen):
+                continue
+            if hurries and state != "cold" and not model.requests:
                 continue
             until = self._stays_until(model, state) if model.state == "awake" and self._is_busy(model, now) else now
             if until > now:
                 decision.look_at(until)
                 continue
-            self._begin(model, state, decision, relieves=True)
+            lacking -= model.footprint.given_back(chosen.get(model.name, model.state), state)
+            chosen[model.name] = state
+        for name, state in chosen.items():
+            self._begin(model := self._models[name], state, decision, relieves=True)
             model.dismissed = not model.requests
-            lacking -= model.footprint.bytes_in(model.state) - model.footprint.bytes_in(state)
 
-    def _is_last(self, model: _Model) -> bool:
-        """True for a model that is awake beside pinned ones alone."""
+    def _is_last(self, model: _Model, leaving: Container[str]) -> bool:
+        """True for a model that is awake beside pinned ones, and those that leave, alone."""
         awake = [one for one in self._models.values() if one.state == "awake" and one.target is None]
-        return model.state == "awake" and all(one is model or one.terms.pin for one in awake)
+        others = [one for one in awake if one is not model and one.name not in leaving]
+        return model.state == "awake" and all(one.terms.pin for one in others)
 
     def _expire(self, decision: Decision, now: float) -> None:
         for model in self._models.values():

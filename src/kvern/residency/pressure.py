@@ -22,6 +22,8 @@ LEAST_FREE = 256 << 20
 LEAST_SHARE = 0.02
 """The same as a share of all memory. The kernel looks for pages in the background below 0.1 to 1 %, and files that are
 read often are worth more in its cache than a model that nobody asks."""
+MOST_SHARE = 0.25
+"""The most of it that has to stay free, however little there is."""
 STALLED = 10.0
 """The percentage of the last 10 s in which programs waited for memory, from which on the floor is twice as high: then
 what the kernel calls available is in use."""
@@ -44,7 +46,7 @@ class HostMemory:
     def floor(self) -> int:
         """The bytes that shall stay free."""
         floor = max(LEAST_FREE, int(LEAST_SHARE * self.total))
-        return 2 * floor if self.stalled >= STALLED else floor
+        return min(2 * floor if self.stalled >= STALLED else floor, int(MOST_SHARE * self.total))
 
     @property
     def spare(self) -> int:
