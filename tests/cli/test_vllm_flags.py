@@ -189,7 +189,10 @@ def test_documented_commands_are_understood(line: str, expected: dict[str, Any])
             "--eplb-config is refused: copies of experts are --redundant-experts N, and --rebalance-experts SECONDS",
         ),
         ("serve m --node-rank 1", "--node-rank is refused: engines and ranks on several machines are --executor ray"),
-        ("serve m --enable-sleep-mode", "--enable-sleep-mode is refused: a server ends instead"),
+        (
+            "serve m --enable-sleep-mode",
+            "--enable-sleep-mode is refused: models of a server of several sleep by themselves",
+        ),
         (
             "serve m --kv-cache-dtype fp8_e5m2",
             "8-bit keys and values are e4m3 or integers; kv_cache_dtype is one of auto,",
@@ -293,7 +296,7 @@ def test_texts_of_flags_stand_for_those_of_a_file(tmp_path: Path, count: int) ->
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("enable-sleep-mode: true", "enable-sleep-mode is refused: a server ends instead"),
+        ("enable-sleep-mode: true", "enable-sleep-mode is refused: models of a server of several sleep by themselves"),
         ('enable-prefix-caching: "false"', "enable-prefix-caching is 'false': it must be true or false"),
         ("max-num-seqs: many", "max-num-seqs is 'many': expected int"),
         ("- a", "is not valid YAML: it must be a mapping"),

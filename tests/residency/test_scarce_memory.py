@@ -248,20 +248,6 @@ def test_the_simulation_notices_a_policy_that_does_not_relieve(relieves: bool, m
     assert residency.host is not None and (residency.host.spare >= 0) == relieves
 
 
-def test_what_a_wake_has_taken_so_far_is_not_counted_again() -> None:
-    residency = residency_of(awake_from=None)
-    for name, size in (("large", 100 * GB), ("middle", 30 * GB), ("small", GB)):
-        residency.add(name, Terms(), Footprint(size, 3.0, size // 2, 0.3), 0.0)
-    residency.memory = 1000 * GB
-    residency.host = left(150)
-    residency.asked("large", 0.0)
-    assert moves(residency, 0.0) == [("large", "awake")]
-    residency.host = left(90)  # 60 GB are read, 40 are to come
-    for name in ("middle", "small"):
-        residency.asked(name, 1.0)
-    assert moves(residency, 1.0) == [("middle", "awake"), ("small", "awake")]
-
-
 def test_a_download_holds_up_nobody() -> None:
     residency = residency_of("far", "near", awake_from=None)
     residency.host = left(4)

@@ -139,8 +139,8 @@ class _Model:
     """It was put to sleep while it had requests, which are not to be refused."""
     failures: int = 0
     barred_until: float = -math.inf
-    free_before: int | None = None
-    """The machine's free memory when its move began. None: it is downloaded, and takes no memory yet."""
+    downloads: bool = False
+    """Its files are downloaded: its wake takes no memory yet."""
 
     @property
     def held(self) -> int:
@@ -176,7 +176,7 @@ class Residency:
 
     def downloads(self, name: str, is_so: bool) -> None:
         """Notes that a model which is being woken takes no memory so far, or begins to."""
-        self._models[name].free_before = None if is_so else self._free
+        self._models[name].downloads = is_so
 
     def moving(self, name: str) -> State | None:
         """Returns the state into which a model moves at present."""
@@ -326,8 +326,7 @@ class Residency:
             model.wanted_at = now
 
     def _begin(self, model: _Model, state: State, decision: Decision, relieves: bool = False) -> None:
-        model.target = state
-        model.free_before = self._free
+        model.target, model.downloads = state, False
         model.interrupted = model.interrupted or (model.state == "awake" and model.requests > 0)
         decision.moves.append(Move(model.name, state, relieves))
 
@@ -348,7 +347,7 @@ class Residency:
             if not other.terms.pin and other is not model
         )
         if self._host_lacks(added) > others:
-            moves = any(other.target is not None and other.free_before is not None for other in self._models.values())
+            moves = any(other.target is not None and not other.downloads for other in self._models.values())
             if not moves and not model.interrupted:  # else its requests go on when there is memory again
                 given = (
                     f"it takes {_size(added)} more, other models can give back {_size(others)}, and of the memory here"
@@ -357,27 +356,17 @@ class Residency:
                 model.wanted_at = None
                 model.barred_until = now + LOOK_SECONDS  # others may end at any time
             return True
-        budget = self.held - model.held + needed - self.memory
-        host = self._host_lacks(added + self._still_taken())
+        budget, host = self.held - model.held + needed - self.memory, self._host_lacks(added)
         if budget <= 0 and host <= 0:
+            waking = [other for other in self._models.values() if other.target == "awake" and not other.downloads]
+            if self._host_lacks(added + sum(one.footprint.needed_from(one.state) for one in waking)):
+                return False  # it may be theirs, until they have taken it
             self._begin(model, "awake", decision)
             return True
         lacking = max(budget - self._left_by_leaving(), host - self._given_back())
         if lacking > 0:
             self._make_way(model, lacking, decision, now)
         return False
-
-    def _still_taken(self) -> int:
-        """Returns the bytes that models will take which are being woken, beyond what they have taken since."""
-        return sum(
-            max(0, one.footprint.needed_from(one.state) - max(0, one.free_before - self._free))
-            for one in self._models.values()
-            if one.target == "awake" and one.free_before is not None
-        )
-
-    @property
-    def _free(self) -> int:
-        return 0 if self.host is None else self.host.free
 
     def _given_back(self, *, at_once: bool = False) -> int:
         """Returns the bytes of the machine that models give back which are about to sleep or end; `at_once`: to end."""
