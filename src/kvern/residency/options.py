@@ -87,16 +87,15 @@ class ServedModel:
         """Returns it with a share of the GPU that fits its files, once these are in a folder."""
         if not self.is_guess or self.gpu is None:
             return self
-        size = sum(file.stat().st_size for file in [*folder.glob(WEIGHTS), *folder.glob("*.gguf")])
-        share = share_alone(size // self.engine.ranks, self.gpu)
+        share = share_alone(_size(_weights_in(folder)) // self.engine.ranks, self.gpu)
         return dataclasses.replace(
             self, engine=dataclasses.replace(self.engine, gpu_memory_share=share), is_guess=False
         )
 
     def estimate(self, folder: Path | None = None) -> Footprint:
         """Returns what it probably takes. `folder`: that of its files, once it is known. Raises ModelNotFound."""
-        files = self.files or ([] if folder is None else [*folder.glob(WEIGHTS), *folder.glob("*.gguf")])
-        weights = sum(file.stat().st_size for file in files)
+        files = self.files or ([] if folder is None else _weights_in(folder))
+        weights = _size(files)
         seconds = START_SECONDS + weights / BYTES_PER_SECOND
         if self.gpu_bytes is not None:
             return Footprint(self.gpu_bytes, seconds)
@@ -151,7 +150,7 @@ def served_models(
     names = [name for one in found for name in one.names]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice} names two models or adapters: give each a name of its own")
-    weights = [sum(file.stat().st_size for file in one.files) for one in found]  # a model that is nowhere is refused
+    weights = [_size(one.files) for one in found]  # a model that is nowhere is refused
     return found if is_alone(found) else _placed(found, weights)
 
 
@@ -250,3 +249,12 @@ def _parts(file: Path) -> Iterator[Path]:
     """Yields the files of a GGUF model, which may be split."""
     found = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", file.name)
     yield from file.parent.glob(f"{found[1]}*{found[2]}") if found else (file,)
+
+
+def _weights_in(folder: Path) -> list[Path]:
+    """Returns the files of weights that were downloaded to a folder."""
+    return [*folder.glob(WEIGHTS), *folder.glob("*.gguf")]
+
+
+def _size(files: Sequence[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
