@@ -176,6 +176,7 @@ def test_pictures_go_with_exports_and_deleted_conversations(
     kept(0)  # nothing is left of a deleted conversation
     page.get_by_role("button", name="Undo").click()
     kept(1)
+    expect(page.locator(".turn")).to_have_count(1)  # it is open again, as the address says then
     page.reload()
     assert is_seen(thumbnails(page, ".turn"))
     with page.expect_download() as saved_file:

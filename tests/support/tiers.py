@@ -1,6 +1,7 @@
 """Engines with stores: loads that are never late and always pay, and the tests that hold for every kind of model."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvern import LLM, SamplingParams
@@ -37,6 +38,11 @@ def settle(llm: LLM) -> None:
     while llm._engine.has_work:
         llm._engine.step()
     eventually(lambda: tier_of(llm).shelf.is_quiet)
+
+
+def stored_files(pages: Path) -> int:
+    """The number of files of pages; `settle` waits for those of the first rank alone."""
+    return sum(path.is_file() and path.stat().st_size > 1000 for path in pages.rglob("*"))
 
 
 def forget(llm: LLM) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kvern import LLM, SamplingParams
 from tests.support.families import make_checkpoint
 from tests.support.served import eventually
-from tests.support.tiers import settle, tier_of
+from tests.support.tiers import settle, stored_files, tier_of
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -23,13 +23,8 @@ PROMPT = [10 + place * 7 % 110 for place in range(150)]
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
-def files(pages: Path) -> int:
-    """The number of files of pages."""
-    return sum(path.is_file() and path.stat().st_size > 1000 for path in pages.rglob("*"))
-
-
-def asked(folder: Path, pages: Path, heads: int = 1, **options: Any) -> tuple[list[int], int]:
-    """The answer of an engine that just started, and what was cached; its two pages of all heads are stored then."""
+def asked(folder: Path, pages: Path, stored: int = 2, **options: Any) -> tuple[list[int], int]:
+    """The answer of an engine that just started, and what was cached; all ranks have `stored` files then."""
     with LLM(str(folder), kv_tier=(f"disk:{pages}:1GB",), **OPTIONS | options) as llm:
         tier = tier_of(llm)
         tier.computing = None
@@ -38,7 +33,7 @@ def asked(folder: Path, pages: Path, heads: int = 1, **options: Any) -> tuple[li
         store.scan()  # or its thread may not have read the folder yet
         output = llm.generate([PROMPT], PARAMS)[0]
         settle(llm)
-        eventually(lambda: files(pages) >= 2 * heads)
+        eventually(lambda: stored_files(pages) >= stored)
         return list(output.outputs[0].token_ids), output.cached_tokens
 
 
@@ -58,29 +53,29 @@ def test_pages_are_read_by_any_number_of_ranks(
     family: str, writer: dict[str, Any], readers: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     folder, pages = make_checkpoint(family, tmp_path / "model"), tmp_path / "pages"
-    heads = {"deepseek_v3": 1, "gemma3": 6}.get(family, 2)  # also of two tables of layers with a window
-    expected, cached = asked(folder, pages, heads, **writer)
+    stored = 2 * {"deepseek_v3": 1, "gemma3": 6}.get(family, 2)  # of each head, also of two tables with a window
+    expected, cached = asked(folder, pages, stored, **writer)
     assert cached == 0
-    assert files(pages) == 2 * heads
+    assert stored_files(pages) == stored
     for reader in readers:
-        found = asked(folder, pages, heads, **reader)
+        found = asked(folder, pages, stored, **reader)
         assert found == (expected, 128)
-        assert files(pages) == 2 * heads, "the same pages have other names"
+        assert stored_files(pages) == stored, "the same pages have other names"
 
 
 @pytest.mark.parametrize(
-    ("family", "divided"),
+    ("family", "divided", "stored"),
     [
-        pytest.param("qwen3_next", {}, marks=pytest.mark.nightly),
-        ("qwen3_next", {"tensor_parallel_size": 2}),
-        pytest.param("falcon_h1", {"pipeline_parallel_size": 2}, marks=pytest.mark.nightly),
+        pytest.param("qwen3_next", {}, 6, marks=pytest.mark.nightly),
+        ("qwen3_next", {"tensor_parallel_size": 2}, 8),
+        pytest.param("falcon_h1", {"pipeline_parallel_size": 2}, 11, marks=pytest.mark.nightly),
     ],
 )
-def test_states_are_read_by_as_many_ranks(family: str, divided: dict[str, Any], tmp_path: Path) -> None:
+def test_states_are_read_by_as_many_ranks(family: str, divided: dict[str, Any], stored: int, tmp_path: Path) -> None:
     """Each rank has the states of its share of the heads, or of its layers."""
     folder, pages = make_checkpoint(family, tmp_path / "model"), tmp_path / "pages"
-    expected, _ = asked(folder, pages, **divided)
-    assert asked(folder, pages, **divided) == (expected, 128)
+    expected, _ = asked(folder, pages, stored, **divided)
+    assert asked(folder, pages, stored, **divided) == (expected, 128)
     if divided:
         assert asked(folder, pages) == (expected, 0), "states of other shares"
 
@@ -88,8 +83,8 @@ def test_states_are_read_by_as_many_ranks(family: str, divided: dict[str, Any], 
 def test_stages_read_the_pages_of_their_layers(tmp_path: Path) -> None:
     folder, pages = make_checkpoint("llama", tmp_path / "model"), tmp_path / "pages"
     stages = {"pipeline_parallel_size": 2}
-    expected, _ = asked(folder, pages, 4, **stages)
-    assert asked(folder, pages, 4, **stages) == (expected, 128)
+    expected, _ = asked(folder, pages, 8, **stages)
+    assert asked(folder, pages, 8, **stages) == (expected, 128)
     assert asked(folder, pages) == (expected, 0), "pages of other layers"
 
 

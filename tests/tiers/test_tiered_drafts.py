@@ -9,8 +9,9 @@ from kvern import LLM, SamplingParams
 from tests.support.head_drafting import drafting, make_model_with_layer, write_head
 from tests.support.idle import core_here, is_idle
 from tests.support.internals import drafter_of, vocab_size_of
+from tests.support.served import eventually
 from tests.support.speculation import AnyLength
-from tests.support.tiers import PAGE_TOKENS, answer, figures, forget, settle, tier_of, trust
+from tests.support.tiers import PAGE_TOKENS, answer, figures, forget, settle, stored_files, tier_of, trust
 from tests.support.tiny_model import make_tiny_model
 
 OPTIONS: dict[str, Any] = {
@@ -95,6 +96,7 @@ def test_ranks_share_the_pages_of_a_head(tmp_path: Path) -> None:
             store.scan()
             cached.append(answer(llm, PROMPT, PARAMS)[1])
             settle(llm)
+            eventually(lambda: stored_files(tmp_path / "pages") == 24)  # those of the other rank, too
     assert cached == [0, 40]
 
 
@@ -126,6 +128,7 @@ def test_a_draft_model_computes_no_prompt_again(ranks: int, tmp_path: Path) -> N
             counts = computed_tokens(llm)
             found, cached = answer(llm, PROMPT, PARAMS)
             settle(llm)
+            eventually(lambda: stored_files(tmp_path / "pages") == 22)  # those of the other rank, too
             assert expected in (None, found.token_ids)
             assert cached == (0 if expected is None else 40)
             assert least <= sum(counts) <= most
