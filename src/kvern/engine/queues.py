@@ -229,6 +229,11 @@ class WaitingQueue:
     def __contains__(self, request: Request) -> bool:
         return request in self._numbers
 
+    @property
+    def has_ready(self) -> bool:
+        """True if a request waits that nothing but its place in the queue keeps from running."""
+        return bool(self._entries)
+
     def add(self, request: Request, step: int) -> None:
         """Queue a request in this step: a new one, or one that has run."""
         request.queue.waiting_since = step

@@ -31,6 +31,7 @@ from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_load import load_of
+from kvern.request.record import Lack
 from kvern.request.request import FinishReason, Request, State
 from kvern.request.spans import cut, least, within
 from kvern.request.step import BlockCopy, Fork, NewRequest, ScheduledTokens, SchedulerOutput
@@ -91,6 +92,8 @@ class Scheduler:
         self.forks = PendingForks(cache.block_size)
         self.step = 0
         self.preemption_count = 0
+        self.blocked: Lack | None = None
+        """The thing that the best waiting request lacked in the last step; None: none waits that could run."""
         self._batch_open = True  # a static batch takes requests until slots, blocks or the queue are exhausted
         self.by_id: dict[str, Request] = {}  # of all that have not ended
         self._crowded: Request | None = None  # a span of its prompt has waited a step for a free budget
@@ -171,10 +174,11 @@ class Scheduler:
         self.waiting.loaded(self.cache.ready())
         self.waiting.age(self.step)
         budget = self._schedule_running(output, time, begin)
+        self.blocked = "blocks" if self.waiting.has_ready else None
         if self.preemption_count == preempted:
-            self._admit(output, budget)
+            self.blocked = self._admit(output, budget)
             while not output.scheduled and self._make_room():
-                self._admit(output, budget)
+                self.blocked = self._admit(output, budget)
             if self.waiting and self._allowed is None and self.cache.prefetches:
                 self._prefetch()
         if output.scheduled:
@@ -310,11 +314,19 @@ class Scheduler:
             self.running.grew(request)
         return True
 
-    def _admit(self, output: SchedulerOutput, budget: StepBudget, new_owners: bool = False) -> None:
-        """Let waiting requests run, best first; with `new_owners` only those of owners with nothing running."""
+    def _admit(self, output: SchedulerOutput, budget: StepBudget, new_owners: bool = False) -> Lack | None:
+        """Let waiting requests run, best first; with `new_owners` only those of owners with nothing running.
+
+        Returns what the best that stays lacks.
+        """
         self._batch_open = self.limits.continuous or self._batch_open or not self.running
         if not self._batch_open:
-            return
+            return "batch" if self.waiting.has_ready else None
+        lack = self._fill(output, budget, new_owners)
+        self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
+        return lack
+
+    def _fill(self, output: SchedulerOutput, budget: StepBudget, new_owners: bool) -> Lack | None:
         rows, adapters_free = self.running.free_rows - self.running.promised_rows, True
         looks = rows > 0 or self.waiting.has_owners(self.running.rows)
         if budget.tokens > 0 and looks:
@@ -322,21 +334,21 @@ class Scheduler:
         while budget.tokens > 0 and looks:
             request = self.waiting.best(adapters_free)
             if request is None:
-                break
+                return None if adapters_free else "adapter"
             if (cause := self._cause(request)) is not None:
                 self.waiting.park(request, cause)
                 continue
             if new_owners and not self.shares.is_new(request):
-                break
+                return None  # it is asked again, without `new_owners`, in the same step
             if request.adapter is not None and not self.adapters.fits(request.adapter):
                 self.shares.lacks(Lacking(request, adapter=True))
                 adapters_free = False
                 continue
             if rows <= future_siblings(request):
                 self.shares.lacks(Lacking(request, rows=1 + future_siblings(request) - rows))
-                break
+                return "rows"
             if not budget.holds(len(request.token_ids)):
-                break
+                return "budget"
             reserve = 0 if self.shares.is_new(request) else self.running.reserved_blocks
             if self._allowed is None and self.cache.lookup(request, self.step, reserve):
                 request.state = State.LOADING
@@ -346,11 +358,11 @@ class Scheduler:
                 continue
             if not budget.takes(*self._least(request)):
                 self._crowded = self._crowded or request
-                break
+                return "budget"
             copies = self.cache.admit(request, self.step, reserve)
             if copies is None:
                 self.shares.lacks(Lacking(request, blocks=self.cache.blocks_for(len(request.token_ids))))
-                break
+                return "blocks"
             self.waiting.remove(request)
             adapter_index, load = self.enter(request)
             rows -= 1 + future_siblings(request)
@@ -363,7 +375,9 @@ class Scheduler:
             count = self._chunk(request, budget)
             self._take(request, count, int(count == remaining), output)
             budget.take(start, count)
-        self._batch_open = budget.spent and bool(self.waiting and self.running.free_rows)
+        if not self.waiting.has_ready:
+            return None
+        return "rows" if rows <= 0 else "budget"
 
     def _prefetch(self) -> None:
         """Bring prefixes of the requests that are admitted next, as far as blocks are free beside those before them."""

@@ -1,0 +1,76 @@
+"""The record of one answer in an engine, without its text. Metrics, traces and explanations are made of it.
+
+An engine makes it from the arrival of the request on and sends it with the answer's last event. Times are seconds after
+that arrival; a request that another engine continued has a record of each engine that ended it.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+Lack = Literal["rows", "blocks", "budget", "adapter", "batch"]
+"""A thing that the best waiting request lacks: a row, blocks of the KV cache, tokens or time of the step, a place of
+its adapter, or an open static batch."""
+Wait = Lack | Literal["queue", "grammar", "load", "images", "turn", "trial"]
+"""A reason why a request waits.
+
+Those in the queue wait for what the first of it lacks, or, if it lacks nothing, for the next step (`queue`). Others
+wait for their grammar, a load from a tier, their images, the prompt of the sample that leads them (`turn`), or for
+others that run apart because a step failed (`trial`).
+"""
+MOST_CHUNKS = 32
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A part of the prompt that one step computed."""
+
+    began: float
+    """The time at which the step was submitted."""
+    ended: float
+    """The time at which its result came."""
+    start: int
+    """The position of the first token."""
+    tokens: int
+
+
+class Gap(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The time between two tokens."""
+
+    seconds: float
+    began: float
+    cause: str
+    """`prefill` of others in its steps, `preempted`, `step` (a decode step took so long), or a `Wait`."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The record of one answer in one engine."""
+
+    request_id: str
+    arrived: float
+    """The time at which the engine got it, in seconds since 1970."""
+    prompt_tokens: int
+    answer_tokens: int
+    finish_reason: str
+    ended: float
+    first_step: float | None = None
+    """The time at which the first step that computed some of it was submitted; None: none was."""
+    first_token: float | None = None
+    waits: Mapping[Wait, float] = {}
+    """The seconds for which it had no row, by cause; those after a preemption are included."""
+    cached: Mapping[str, int] = {}
+    """The prompt tokens that were not computed, by source: `device`, or the name of a store."""
+    chunks: tuple[Chunk, ...] = ()
+    """The first MOST_CHUNKS parts of the prompt that steps computed."""
+    chunk_count: int = 0
+    preemptions: tuple[float, ...] = ()
+    """The times at which it lost its row; the first MOST_CHUNKS."""
+    preemption_count: int = 0
+    steps: int = 0
+    """The number of steps that computed some of it."""
+    company: float = 0.0
+    """The mean number of other sequences in these steps."""
+    longest_gap: Gap | None = None
+    """The longest time between two of its tokens."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
