@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvern.bench.record import read_record
+
 RESULTS = Path(__file__).parent / "results"
 FIGURE = r"\d[\d.,-]*(?: \d{3})*"
 """A number, or two of a range: 0.97, 39 424, 10,066, 1.95-2.06."""
@@ -56,9 +58,18 @@ def passages() -> Iterator[Passage]:
         yield from part()
 
 
+def offline(name: str) -> dict[str, dict[str, Any]]:
+    """What a record of `kvern bench offline` on an H200 says of each workload."""
+    return {
+        case.name: {name: figure.median for name, figure in case.figures.items()}
+        | {"prompt_tokens": case.workload["prompt_tokens"], "seconds_of_runs": case.figures["seconds"].runs}
+        for case in read_record(RESULTS / "h200" / f"{name}.json").cases
+    }
+
+
 def of(name: str, workload: str) -> Any:
-    """The figures of a workload in a file of `kvern bench offline` on an H200."""
-    return next(item for item in read(f"h200/{name}.json")["results"] if item["workload"] == workload)
+    """The figures of a workload in such a record."""
+    return offline(name)[workload]
 
 
 def step(name: str, *numbers: int) -> list[str]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import filled, number, passages, read, under_load
+from benchmarks.figures import filled, number, of, passages, read, under_load
+from benchmarks.figures import offline as of_record
 from benchmarks.picture import Compared, picture
 
 ROOT = Path(__file__).parents[1]
@@ -92,8 +93,7 @@ def offline() -> Iterator[Sequence[str]]:
     """Rows of `kvern bench offline`: model, workload, kvern, vLLM."""
     peers = read("h200/vllm-0.24.json")["figures"]
     for name, model in MODELS.items():
-        for result in read(f"h200/{name}.json")["results"]:
-            workload = result["workload"]
+        for workload, result in of_record(name).items():
             beside = peers.get(name, {}).get(workload)
             yield model, unit(workload), measured(workload, result), number(beside) if beside else ""
     runs = read("h200/steady.json")["runs"]
@@ -136,9 +136,8 @@ def starts() -> Iterator[tuple[str, float, list[float]]]:
 def steps(name: str, *workloads: str) -> Iterator[tuple[float, float]]:
     """Milliseconds of a step of workloads: kvern's, vLLM's."""
     peers = read("h200/vllm-0.24.json")["figures"][name]
-    found = {item["workload"]: item for item in read(f"h200/{name}.json")["results"]}
     for workload in workloads:
-        yield found[workload]["step_milliseconds"], peers[workload]
+        yield of(name, workload)["step_milliseconds"], peers[workload]
 
 
 def short() -> Iterator[Sequence[str]]:
@@ -157,9 +156,7 @@ def short() -> Iterator[Sequence[str]]:
     ours = number(under_load("16 requests/s", "p99_itl_ms"))
     theirs = number(peers["http"]["16 requests/s, ITL p50 / p99, ms"][1])
     yield "8B over HTTP, 16 requests/s: time between tokens, p99, ms", ours, theirs
-    shared = next(
-        item["seconds"] for item in read("h200/llama-8b.json")["results"] if item["workload"] == "shared2048x256"
-    )
+    shared = of("llama-8b", "shared2048x256")["seconds"]
     yield (
         "8B, 256 requests with the same first 2048 tokens, s",
         number(shared),

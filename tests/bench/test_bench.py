@@ -11,6 +11,7 @@ from kvern import EngineConfig
 from kvern.bench.offline import check, run_once, shown_config
 from kvern.bench.percentile import percentile
 from kvern.bench.profile import part_of
+from kvern.bench.record import read_record
 from kvern.bench.workloads import SUITES, WORKLOADS, Workload, resolve
 from kvern.cli.main import main
 from kvern.engine.engine import Engine
@@ -88,15 +89,17 @@ def test_bench_offline_writes_what_it_measured(tmp_path: Path, capsys: pytest.Ca
     command = ["bench", "offline", "--model", "kvern-1m", "--device", "cpu", "--workload", str(source)]
     assert main([*command, "--repeat", "2", "--warmup", "0", "--json", str(target)]) == 0
     assert "work" in capsys.readouterr().out
-    report = json.loads(target.read_text())
-    (predicted,) = report["predicted_seconds"]
-    assert predicted > 0
-    assert report["torch"] == torch.__version__
-    assert report["config"]["model"] == "kvern-1m"
-    (result,) = report["results"]
-    assert result["generated_tokens"] == 15
-    assert len(result["seconds_of_runs"]) == 2
-    assert set(result["ttft_milliseconds"]) == {"p50", "p90", "p99"}
+    record = read_record(target)
+    assert (record.benchmark, record.model, record.software.torch) == ("offline", "kvern-1m", torch.__version__)
+    assert record.options and record.options["model"] == "kvern-1m" and record.plan and record.plan["device"] == "cpu"
+    (case,) = record.cases
+    assert case.details["predicted_seconds"] > 0 and case.workload["generated_tokens"] == 15
+    seconds = case.figures["seconds"]
+    assert len(seconds.runs) == 2 and seconds.spread == (min(seconds.runs), max(seconds.runs))
+    assert seconds.median == pytest.approx(sum(seconds.runs) / 2)
+    assert {"ttft_p99_milliseconds", "itl_p50_milliseconds", "step_milliseconds"} <= set(case.figures)
+    assert main([*command, "--json", str(tmp_path / "absent" / "result.json")]) == 2
+    assert "must be a folder, or a file in a folder that exists" in capsys.readouterr().err
     assert main(["bench", "offline", "--workload", "nothing"]) == 2
     assert main(["bench", "offline", "--repeat", "0"]) == 2
 
@@ -113,8 +116,8 @@ def test_ranks_with_rows_of_their_own_are_measured_without_a_prefix_cache(
     assert main(command) == 2
     assert "keep prefixes from run to run: give --no-prefix-cache" in capsys.readouterr().err
     assert main([*command, "--no-prefix-cache", "--json", str(tmp_path / "found.json")]) == 0
-    (found,) = json.loads((tmp_path / "found.json").read_text())["results"]
-    assert found["generated_tokens"] == 20 and found["seconds"] > 0
+    (found,) = read_record(tmp_path / "found.json").cases
+    assert found.workload["generated_tokens"] == 20 and found.figures["seconds"].median > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -126,11 +129,13 @@ def test_bench_kernels_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 def test_profile_names_the_parts_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.json"
     command = ["profile", "--model", "kvern-1m", "--device", "cpu", "--workload", "decode1", "--steps", "3"]
-    assert main([*command, "--output", str(trace)]) == 0
+    assert main([*command, "--output", str(trace), "--json", str(tmp_path / "profile.json")]) == 0
     shown = capsys.readouterr().out
     assert "attention" in shown
     assert "linear" in shown
     assert json.loads(trace.read_text())["traceEvents"]
+    (case,) = read_record(tmp_path / "profile.json").cases
+    assert case.figures["step_milliseconds"].median > 0 and "linear_milliseconds" in case.figures
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvern.bench.http_client import HttpClient, StreamReply
+from kvern.bench.record import Record
 from kvern.bench.serving import LoadRun, Outcome, Sample, Sender, arrival_times, run_loop
 from kvern.bench.serving_data import Prompts, custom_samples, random_samples, repeated_prefixes
 from kvern.bench.serving_figures import is_good, read_goodput, summarize
 from kvern.bench.serving_workloads import WORKLOADS
 from kvern.cli.main import main
 from kvern.errors import ConfigError
+from kvern.version import __version__
 from tests.support.served import KEY, Served
 
 Bench = Callable[..., tuple[int, dict[str, Any], str]]
@@ -180,6 +183,14 @@ def test_the_command_prints_and_writes_what_it_measured(bench: Bench, server: Se
     assert len(found["ttfts"]) == len(found["itls"]) == 8
     assert found["mark"] == "a=b"
     assert 0 < found["median_ttft_ms"] <= found["p99_ttft_ms"] <= found["p99_e2el_ms"]
+    record = msgspec.convert(report, Record)
+    assert (record.benchmark, record.model, record.conditions["server"]) == (
+        "serve",
+        "kvern-1m",
+        {"version": __version__},
+    )
+    (case,) = record.cases
+    assert case.figures["median_ttft_ms"].runs == [found["median_ttft_ms"]] and case.workload["random_input_len"] == 20
 
     chat = ("--backend", "openai-chat", "--base-url", server.url, "--max-concurrency", "2", "--temperature", "0")
     limits = "--goodput", "e2e:60000", "--target-itl", "60s"

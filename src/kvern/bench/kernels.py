@@ -15,6 +15,8 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from kvern.attention.texts import PackedTexts
+from kvern.bench.offline import shown_config
+from kvern.bench.record import Case, Record, figure, make_record
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceRows, build_device_batch
 from kvern.device.text_batch import build_text_batch
@@ -89,6 +91,24 @@ class Measured:
     seconds: float
     bytes: float = 0
     operations: float = 0
+
+
+def kernel_record(config: EngineConfig, timed: Sequence[Measured], ceilings: tuple[float, float]) -> Record:
+    """Returns the record of times; a kernel that ran on a shape more than once has as many runs."""
+    alike: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    for found in timed:
+        alike[found.kernel, found.shape].append(found)
+    cases = [
+        Case(
+            f"{kernel}, {shape}",
+            {"microseconds": figure([1e6 * item.seconds for item in items], "us", main=True)},
+            {"bytes": items[0].bytes, "operations": items[0].operations},
+        )
+        for (kernel, shape), items in alike.items()
+    ]
+    bandwidth, rate = ceilings
+    reached = {"bytes_per_second": bandwidth, "operations_per_second": rate}
+    return make_record("kernels", config.model, cases, options=shown_config(config), conditions={"ceilings": reached})
 
 
 def ceilings(device: torch.device) -> tuple[float, float]:

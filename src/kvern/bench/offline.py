@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
-import platform
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from kvern.bench.percentile import percentile
+from kvern.bench.record import Case, Record, figure, make_record
 from kvern.bench.workloads import Workload
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
@@ -20,7 +21,6 @@ from kvern.engine.engine import Engine
 from kvern.errors import ConfigError, without_passwords
 from kvern.observe.metrics import DraftFigures
 from kvern.request.sampling_params import SamplingParams
-from kvern.version import __version__
 
 PERCENTILES = (50, 90, 99)
 
@@ -75,25 +75,34 @@ class Result:
         values = [percentile(getattr(run, name), percent) for run in self.runs]
         return 1000 * statistics.median(values)
 
-    def report(self) -> dict[str, Any]:
-        """Returns the figures as JSON."""
-        return {
-            "workload": self.workload.name,
+    def case(self, temperature: float, predicted: float | None) -> Case:
+        """Returns the figures of the runs for a record; `predicted`: the seconds that kvern plan estimates."""
+        seconds = [run.seconds for run in self.runs]
+        figures = {
+            "seconds": figure(seconds, "s", main=True),
+            "generated_tokens_per_second": figure(
+                [self.generated_tokens / each for each in seconds], "tokens/s", "higher"
+            ),
+            "step_milliseconds": figure([1000 * each / max(self.workload.lengths) for each in seconds], "ms"),
+            **{
+                f"{label}_p{percent}_milliseconds": figure(
+                    [1000 * percentile(getattr(run, name), percent) for run in self.runs], "ms"
+                )
+                for label, name in (("ttft", "first_token"), ("itl", "between_tokens"))
+                for percent in PERCENTILES
+            },
+            "prefix_cache_hit_rate": figure([run.prefix_cache_hit_rate for run in self.runs], "share", "higher"),
+        }
+        asked = {
             "requests": len(self.workload.prompts),
             "prompt_tokens": self.prompt_tokens,
             "generated_tokens": self.generated_tokens,
-            "seconds": self.seconds,
-            "seconds_of_runs": [run.seconds for run in self.runs],
-            "prefix_cache_hit_rate": statistics.median(run.prefix_cache_hit_rate for run in self.runs),
-            "prompt_tokens_per_second": self.prompt_tokens / self.seconds,
-            "generated_tokens_per_second": self.generated_tokens / self.seconds,
-            "step_milliseconds": self.step_milliseconds,
-            "drafts": dataclasses.asdict(self.drafts) | {"tokens_a_step": self.drafts.tokens_a_step},
-            **{
-                f"{label}_milliseconds": {f"p{percent}": self.percentile(name, percent) for percent in PERCENTILES}
-                for label, name in (("ttft", "first_token"), ("itl", "between_tokens"))
-            },
+            "longest_answer": max(self.workload.lengths),
+            "temperature": temperature,
+            "digest": self.workload.digest,
         }
+        drafts = dataclasses.asdict(self.drafts) | {"tokens_a_step": self.drafts.tokens_a_step}
+        return Case(self.workload.name, figures, asked, {"drafts": drafts, "predicted_seconds": predicted})
 
 
 def check(workload: Workload, engine: Engine) -> None:
@@ -154,41 +163,19 @@ def _forget_prefixes(engine: Engine) -> None:
         raise ConfigError("ranks in DP attention keep prefixes from run to run: give --no-prefix-cache")
 
 
-def describe(engine: Engine) -> dict[str, Any]:
-    """Returns the conditions of the measurement: versions, hardware, options and plan, as JSON."""
-    return {
-        "kvern": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": _device(torch.device(engine.layout.device)),
-        "config": shown_config(engine.config),
-        "plan": {name: value for name, value in msgspec.structs.asdict(engine.layout).items() if name != "gpus"},
+def record_of(benchmark: str, engine: Engine, cases: Sequence[Case]) -> Record:
+    """Returns the record of what was measured with an engine: with its options, plan and start."""
+    plan = {name: value for name, value in msgspec.structs.asdict(engine.layout).items() if name != "gpus"}
+    conditions = {
+        "threads": torch.get_num_threads(),
         "startup_seconds": engine.startup.stages,
         "startup_reports": engine.startup.reports,
     }
+    options = shown_config(engine.config)
+    model = engine.config.model
+    return make_record(benchmark, model, cases, options=options, plan=plan, conditions=conditions)
 
 
 def shown_config(config: EngineConfig) -> dict[str, Any]:
     """Returns the options of an engine for a file that others read: without passwords."""
     return dataclasses.asdict(config) | {"kv_tier": [without_passwords(option) for option in config.kv_tier]}
-
-
-def _device(device: torch.device) -> dict[str, Any]:
-    if device.type == "cpu":
-        return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "cuda": torch.version.cuda,
-        "triton": _triton_version(),
-    }
-
-
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    version: str = triton.__version__
-    return version

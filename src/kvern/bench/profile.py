@@ -10,6 +10,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from kvern.bench.record import Case, figure
 from kvern.bench.workloads import Workload
 from kvern.cpu.library import recorded
 from kvern.engine.engine import Engine
@@ -47,6 +48,15 @@ class Profile:
     def busy(self) -> float:
         """The device's share of the time; kernels that overlap count twice."""
         return sum(self.parts.values())
+
+    def case(self, workload: Workload) -> Case:
+        """Returns the milliseconds of a step for a record: by the clock, and of each part; kernels as details."""
+        each = 1000 / max(self.steps, 1)
+        figures = {"step_milliseconds": figure([each * self.seconds], "ms", main=True)}
+        figures |= {f"{part}_milliseconds": figure([each * seconds], "ms") for part, seconds in self.parts.items()}
+        kernels = [{"kernel": name, "calls": calls, "seconds": spent} for name, calls, spent in self.kernels]
+        asked = {"steps": self.steps, "digest": workload.digest}
+        return Case(workload.name, figures, asked, {"on_gpu": self.on_gpu, "kernels": kernels})
 
 
 def part_of(kernel: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvern.bench.percentile import percentile
+from kvern.bench.record import Case, figure
 from kvern.bench.serving import LoadRun, Outcome
 from kvern.errors import ConfigError
 
@@ -15,6 +16,8 @@ METRICS = {
     "itl": "time between tokens",
     "e2el": "request, from end to end",
 }
+MAIN = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+"""The figures that a gate checks."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -90,6 +93,19 @@ def summarize(
         found[f"std_{name}_ms"] = statistics.pstdev(values) if values else 0.0
         found |= {f"p{percent:g}_{name}_ms": percentile(values, percent) for percent in percents}
     return found | (_details(run) if detailed else {})
+
+
+def case_of(name: str, part: Mapping[str, Any], asked: Mapping[str, Any]) -> Case:
+    """Returns the figures of one run for a record: throughputs and times as such, counts and errors as details."""
+    figures, details = {}, {}
+    for key, value in part.items():
+        if key.endswith("_ms"):
+            figures[key] = figure([value], "ms", main=key in MAIN)
+        elif key.endswith("throughput") or key == "request_goodput":
+            figures[key] = figure([value], "1/s", "higher", key in MAIN)
+        else:
+            details[key] = value
+    return Case(name, figures, dict(asked), details)
 
 
 def _details(run: LoadRun) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The same name and vocabulary give the same work on any machine. Token ids are dr
 is smaller than 2000) up to the vocabulary's size.
 """
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ class Workload:
     def longest(self) -> int:
         """The number of tokens of the longest request, prompt and answer."""
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.lengths, strict=True))
+
+    @property
+    def digest(self) -> str:
+        """A hash of the prompts and lengths, which tells this workload from others."""
+        return hashlib.sha256(json.dumps([self.prompts, self.lengths]).encode()).hexdigest()[:16]
 
 
 Requests = tuple[list[list[int]], list[int]]

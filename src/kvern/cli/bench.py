@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,18 +34,21 @@ class Offline:
     temperature: float = 0.6
     """Temperature of all requests."""
     json: Path | None = None
-    """File for all results, with versions, hardware, options and plan."""
+    """Record of all runs, with versions, hardware, options and plan: a file, or a folder for a new one."""
     config: Path | None = None
     """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
         """Run the workloads, print the table and return the exit code. Raises KvernError."""
-        from kvern.bench.offline import Result, describe, run_once
+        from kvern.bench.offline import Result, record_of, run_once
+        from kvern.bench.record import check_target, write_record
         from kvern.planning.prediction import predicted_seconds
         from kvern.request.store_figures import store_rows
 
         check_least(self, "repeat")
+        if self.json is not None:
+            check_target(self.json)
         engine, workloads = start_for(self.workload, self.engine)
         results = []
         for workload in workloads:
@@ -64,12 +67,8 @@ class Offline:
         for name, said in store_rows(engine.statistics().stores):
             say(f"{name}: {said}")
         if self.json is not None:
-            report = describe(engine) | {
-                "temperature": self.temperature,
-                "results": [result.report() for result in results],
-                "predicted_seconds": predicted,
-            }
-            self.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            cases = [result.case(self.temperature, guess) for result, guess in zip_longest(results, predicted)]
+            say(f"record: {write_record(record_of('offline', engine, cases), self.json)}")
         return 0
 
 
@@ -85,6 +84,8 @@ class Kernels:
     codes: tuple[str, ...] = ()
     """Also time products with weights in these formats, whatever the model stores: fp8, int4, nf4, q4_k and others,
     or all."""
+    json: Path | None = None
+    """Record of the times: a file, or a folder for a new one."""
     config: Path | None = None
     """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -101,10 +102,13 @@ class Kernels:
 
         if not torch.cuda.is_available():
             raise ConfigError(f"the kernels run on a GPU, but {missing_gpu()}")
-        from kvern.bench.kernels import CODES, ceilings, measured_kernels
+        from kvern.bench.kernels import CODES, ceilings, kernel_record, measured_kernels
+        from kvern.bench.record import check_target, write_record
         from kvern.layers.tuned_linear import TunedLinear
         from kvern.runner.loaded_model import Stored
 
+        if self.json is not None:
+            check_target(self.json)
         unknown = set(self.codes) - {"all", *CODES}
         if unknown:
             raise ConfigError(f"codes are {', '.join(sorted(unknown))}; there are {', '.join(CODES)}, and all")
@@ -125,8 +129,10 @@ class Kernels:
             title=f"{torch.cuda.get_device_name(device)}, {spec.model_type}",
         )
         codes = CODES if "all" in self.codes else self.codes
+        timed = []
         with torch.inference_mode():
             for found in measured_kernels(self.engine, torch.bfloat16, model, codes, device):
+                timed.append(found)
                 table.add_row(
                     found.kernel,
                     found.shape,
@@ -135,6 +141,8 @@ class Kernels:
                     *_rate(found.operations / found.seconds, rate, 0),
                 )
         print_tables(table)
+        if self.json is not None:
+            say(f"record: {write_record(kernel_record(self.engine, timed, (bandwidth, rate)), self.json)}")
         return 0
 
 
@@ -153,15 +161,21 @@ class ProfileCommand:
     """Steps before them, for the prompts and the capture of CUDA graphs."""
     output: Path | None = None
     """File for the trace, FILE.json or FILE.json.gz."""
+    json: Path | None = None
+    """Record of the parts and kernels: a file, or a folder for a new one."""
     config: Path | None = None
     """TOML or YAML file with options."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def execute(self) -> int:
         """Print the tables and return the exit code. Raises KvernError."""
+        from kvern.bench.offline import record_of
         from kvern.bench.profile import profile_workload
+        from kvern.bench.record import check_target, write_record
 
         check_least(self, "steps")
+        if self.json is not None:
+            check_target(self.json)
         engine, (workload, *_) = start_for((self.workload,), self.engine)
         found = profile_workload(engine, workload, self.steps, self.warmup, self.output)
         device = "GPU" if found.on_gpu else "CPU"
@@ -177,6 +191,8 @@ class ProfileCommand:
         print_tables(table, kernels)
         if self.output is not None:
             say(f"trace: {self.output}")
+        if self.json is not None:
+            say(f"record: {write_record(record_of('profile', engine, [found.case(workload)]), self.json)}")
         return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -135,13 +136,13 @@ class ServeBench:
     metric_percentiles: str = "99"
     """Percentiles to show beside mean and median."""
     save_result: bool = False
-    """Write all results as JSON."""
+    """Write a record of all results as JSON, which also has them under vLLM's names."""
     save_detailed: bool = False
     """Write the lengths, times and errors of every request as well."""
     result_dir: Path = Path()
     """Folder for the file."""
     result_filename: Path | None = None
-    """File for the results; implies --save-result. None: a name with rate, model and time."""
+    """File for the results; implies --save-result. None, or a folder: a name with model and time."""
     metadata: tuple[str, ...] = ()
     """Additional entries of the file, each NAME=VALUE."""
     disable_tqdm: bool = False
@@ -177,6 +178,7 @@ class ServeBench:
                 timeout=self.timeout,
                 progress=None if self.disable_tqdm else generation_progress,
             )
+            version = await fetch(client, "/version")
             parts = await self._run(sender, entry, seed)
         found = {
             name: summarize(run, percents, limits, metrics, self.save_detailed, target) for name, run in parts.items()
@@ -186,10 +188,12 @@ class ServeBench:
             for kind, error in part["errors"].items():
                 say(f"{name}: {error['count']} requests failed: {kind}: {error['first']}")
         if self.save_result or self.result_filename:
-            self._save(found, entry["id"], seed, client.url)
+            self._save(found, {"model": entry["id"], "url": client.url, "server": version, "seed": seed})
         return 0 if any(part["completed"] for part in found.values()) else 1
 
     def _check(self) -> None:
+        from kvern.bench.record import check_target
+
         check_least(self, "num_prompts", "max_concurrency", "vocab_size", "random_input_len", "random_output_len")
         check_least(self, "num_warmups", least=0)
         if not 0 <= self.random_range_ratio < 1:
@@ -200,9 +204,8 @@ class ServeBench:
             )
         if not self.workload and self.dataset_name in ("sharegpt", "custom") and self.dataset_path is None:
             raise ConfigError(f"dataset {self.dataset_name} needs a file: give --dataset-path")
-        target = self.result_dir / (self.result_filename or "new")
-        if target.is_dir() or not target.parent.is_dir():
-            raise ConfigError(f"result_filename {target} cannot be written: it must be a file in a folder that exists")
+        if self.save_result or self.result_filename:
+            check_target(self.result_dir / (self.result_filename or ""), "result_filename")
         _named(self.metadata, "metadata")
 
     def _client(self) -> HttpClient:
@@ -278,43 +281,43 @@ class ServeBench:
             self.dataset_path, count, prompts.rng, tokens, self.sharegpt_output_len, length
         )
 
-    def _save(self, found: dict[str, Any], model: str, seed: int, url: str) -> None:
-        import dataclasses
-        import datetime
-        import platform
+    def _save(self, found: dict[str, Any], server: dict[str, Any]) -> None:
+        """Writes the record of a run, which also has the figures under the names of vLLM's benchmark."""
+        from kvern.bench.record import make_record, write_record
+        from kvern.bench.serving_figures import case_of
 
-        from kvern.version import __version__
-
-        now = datetime.datetime.now(datetime.UTC)
-        rate = "inf" if self.request_rate is None else f"{self.request_rate:g}"
-        closed = f"-concurrency{self.max_concurrency}" if self.max_concurrency else ""
-        name = f"{self.backend}-{rate}qps{closed}-{model.rpartition('/')[2]}-{now:%Y%m%d-%H%M%S}.json"
-        path = self.result_dir / (self.result_filename or name)
+        rate = "inf" if self.request_rate is None else self.request_rate
         secrets = {"api_key", "header"}
         given = dataclasses.asdict(self).items()
         options = {key: "inf" if value == float("inf") else value for key, value in given if key not in secrets}
-        report = {
-            "date": f"{now:%Y%m%d-%H%M%S}",
-            "backend": self.backend,
+        data = "workload", "dataset_name", "num_prompts", "request_rate", "burstiness", "max_concurrency", "backend"
+        shape = {name: options[name] for name in data} | {
+            name: value for name, value in options.items() if "_len" in name or name.startswith("random_")
+        }
+        metadata = _named(self.metadata, "metadata")
+        record = make_record(
+            "serve",
+            server["model"],
+            [case_of(name, part, shape) for name, part in found.items()],
+            options=options,
+            conditions=server | metadata,
+        )
+        assert record.when is not None
+        beside = {
+            "date": record.when[:19].replace("-", "").replace(":", "").replace("T", "-"),
             "endpoint_type": self.backend,
-            "model_id": model,
+            "backend": self.backend,
+            "model_id": record.model,
             "num_prompts": sum(part["completed"] + part["failed"] for part in found.values()),
-            "request_rate": "inf" if rate == "inf" else self.request_rate,
+            "request_rate": rate,
             "burstiness": self.burstiness,
             "max_concurrency": self.max_concurrency,
-            **_named(self.metadata, "metadata"),
-            "kvern": __version__,
-            "python": platform.python_version(),
-            "url": url,
-            "seed": seed,
-            "options": options,
+            "seed": server["seed"],
+            **metadata,
             **({"results": found} if self.workload else found[self.dataset_name]),
         }
-        try:
-            path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"result_filename {path} cannot be written: {error.strerror or error}") from error
-        say(f"figures: {path}")
+        path = self.result_dir / (self.result_filename or "")
+        say(f"record: {write_record(record, path, beside, 'result_filename')}")
 
 
 def _named(texts: tuple[str, ...], option: str) -> dict[str, str]:
