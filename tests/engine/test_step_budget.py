@@ -47,7 +47,7 @@ def prompt(start: int, count: int, sampled: int = 0) -> ScheduledTokens:
 def test_load_counts_rows_keys_and_pairs() -> None:
     drafts = ScheduledTokens(7, 10, 3, 3)
     load = load_of([*decodes(2, 9), drafts, prompt(100, 50), prompt(0, 10, 1)])
-    assert load == StepLoad(rows=2 + 3 + 60, keys=2 * 10 + 13, pairs=50 * 125 + 10 * 5)
+    assert load == StepLoad(rows=2 + 3 + 60, keys=2 * 10 + 13, pairs=50 * 125 + 10 * 5, prompt=60, reach=150)
     assert load == load_of([*decodes(2, 9), drafts]).with_prompt(100, 50).with_prompt(0, 10)
 
 

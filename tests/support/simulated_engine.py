@@ -1,6 +1,7 @@
 """The real core, scheduler and cache around a simulated device, with all that must hold at every step."""
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -14,6 +15,8 @@ from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_costs import StepCosts
+from kvern.planning.estimate import StepFactors
+from kvern.planning.hardware import CARDS
 from kvern.request.events import TokenEvent
 from kvern.request.request import FinishReason, PromptInput, Request, RequestSpec, State
 from kvern.request.sampling_params import SamplingParams
@@ -50,13 +53,17 @@ class Heard:
     stop_reason: int | str | None = None
 
 
+HOST_SECONDS = 0.01
+"""What passes between two looks at the clock."""
+FACTORS = StepFactors([6.0] * 8, 1.0, 0.001, [(0, 0.01)], 0.0, 0.25, 0.01, 0.0, CARDS["h200"])
+"""A step of up to six rows takes as long as its weights."""
 FAILURE = "its step failed: StepFailed: as planned"
 
 
 class SimulatedEngine:
     """Runs requests and checks, at every step, what must always hold."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, factors: StepFactors | None = FACTORS) -> None:
         self.setup = setup
         self.accepted_drafts = 0
         self._dice = random.Random(1)
@@ -74,9 +81,10 @@ class SimulatedEngine:
         costs = StepCosts([1, 10], [1.0, 10.0], 0.0, 0.001, tile=1)
         pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
         drafting = AnyLength(None if setup.on_device else self, VOCABULARY, setup.drafts) if setup.drafts else None
-        self.core = EngineCore(
-            self.scheduler, self, setup.depth, drafting=drafting, timing=CoreTiming(pace, sleep=self.rests.append)
-        )
+        self.host_seconds = 0.0
+        timing = CoreTiming(pace, clock=self._clock, sleep=self._rest, factors=factors)
+        self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, timing=timing)
+        self._begun = self.now
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
         self._preemptions: dict[Request, int] = {}
@@ -84,6 +92,18 @@ class SimulatedEngine:
         self._ended_outside: set[Request] = set()
         self._loading: set[Request] = set()  # when the last step was submitted; its result may have ended that
         self._first_keys: dict[bytes | None, int] = {}
+
+    @property
+    def now(self) -> float:
+        return self.device.clock + self.host_seconds
+
+    def _clock(self) -> float:
+        self.host_seconds += HOST_SECONDS
+        return self.now
+
+    def _rest(self, seconds: float) -> None:
+        self.rests.append(seconds)
+        self.host_seconds += seconds
 
     # Requests
 
@@ -275,6 +295,8 @@ class SimulatedEngine:
     def check_idle(self) -> None:
         """Every block is in the tree or free, and free when the tree is cleared."""
         assert not self.scheduler.running and not self.scheduler.waiting
+        seconds = self.core.statistics().seconds
+        assert min(seconds) >= 0 and math.isclose(sum(seconds), self.now - self._begun), "seconds are lost or invented"
         pool, tree, memory = self.cache.pool, self.cache.tree, self.cache._blocks._memory
         assert all(tree.is_written(node) for node in tree._unused), "nothing is on its way, and a block is not written"
         idle = sum(extension.evictable_count for extension in self.cache.extensions)

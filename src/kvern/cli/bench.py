@@ -42,8 +42,8 @@ class Offline:
     def execute(self) -> int:
         """Run the workloads, print the table and return the exit code. Raises KvernError."""
         from kvern.bench.offline import Result, record_of, run_once
+        from kvern.bench.prediction import predicted_seconds
         from kvern.bench.record import check_target, write_record
-        from kvern.planning.prediction import predicted_seconds
         from kvern.request.store_figures import store_rows
 
         check_least(self, "repeat")

@@ -24,6 +24,8 @@ from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
+from kvern.engine.step_load import load_of
+from kvern.engine.step_seconds import StepSeconds
 from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
@@ -36,6 +38,7 @@ from kvern.request.weights import WeightsFound, WeightSource, weights_prefix
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.engine.beams import Beams
+    from kvern.planning.estimate import StepFactors
     from kvern.request.step import StepResult
     from kvern.runner.executor import Executor
     from kvern.runner.ranks.experts import LayerCounts
@@ -56,6 +59,8 @@ class CoreTiming(NamedTuple):
     """Seconds, from any moment on."""
     sleep: Callable[[float], None] = time.sleep
     """Waits for so many seconds."""
+    factors: "StepFactors | None" = None
+    """The parts of a step's time; None: nobody knows how fast this machine is."""
 
 
 DEFAULT_TIMING = CoreTiming()
@@ -96,6 +101,7 @@ class EngineCore(EngineLoop):
         self.executor = executor
         self._stages = ToldStages(scheduler.limits.stages)
         self._depth = depth
+        self._seconds = StepSeconds(timing.factors, depth > 1, timing.clock)
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics(target_itl=self._pace.target)
         self._trial = Trial()
@@ -139,6 +145,8 @@ class EngineCore(EngineLoop):
         Nothing of it stays queued if this raises.
         """
         requests = requests_of(spec, progress)
+        if not self.has_work:
+            self._seconds.rests("idle")
         try:
             for request in requests:
                 self._add(request)
@@ -183,6 +191,7 @@ class EngineCore(EngineLoop):
         """Queue the requests whose grammars are prepared; if nothing else is to be done, wait for one a little."""
         if not self.scheduler.has_work and not self._in_flight:
             wait([preparing for _, preparing in self._held.values()], PREPARING_SECONDS, FIRST_COMPLETED)
+            self._seconds.rests("grammar")
         for request_id in [name for name, (_, preparing) in self._held.items() if preparing.done()]:
             self._queue(self._held.pop(request_id)[0])
 
@@ -277,7 +286,7 @@ class EngineCore(EngineLoop):
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
             elif self._has_steps:
-                self._sleep(LOADING_SECONDS)
+                self._rest()
             return []
         return self._collect_oldest()
 
@@ -285,6 +294,7 @@ class EngineCore(EngineLoop):
         """Wait for the oldest step in flight. Raises what breaks the executor itself."""
         output, requests, future = self._in_flight.popleft()
         self._pace.awaits()
+        self._seconds.awaits()
         try:
             result = future.result()
         except StepLost:
@@ -296,8 +306,9 @@ class EngineCore(EngineLoop):
         except BaseException:  # an interruption is nobody's fault
             self._undo(output)
             raise
+        self._seconds.ended()
         if not output.scheduled and not result.reports and self.scheduler.cache.is_loading:
-            self._sleep(LOADING_SECONDS)
+            self._rest()
         self._pace.ended()
         if self._watch is not None:
             self._watch.ended()
@@ -312,11 +323,19 @@ class EngineCore(EngineLoop):
             self.drafting.propose(answered, len(self.scheduler.running))
         return events
 
+    def _rest(self) -> None:
+        """Waits a little for what is loaded."""
+        self._sleep(LOADING_SECONDS)
+        states = {request.state for request in self.scheduler.waiting}
+        cause = "tier" if State.LOADING in states else "images" if State.ENCODING in states else "host"
+        self._seconds.rests(cause if self.scheduler.has_work else "idle")  # a tier may still save
+
     def _submit(self, output: SchedulerOutput) -> None:
+        load = load_of(output.scheduled, output.encoding)
         self._counted.steps += 1
         self._counted.scheduled += len(output.scheduled)
-        self._counted.computed_tokens += output.token_count
-        self._counted.prefill_tokens += sum(item.count for item in output.scheduled if item.count > (item.sampled or 1))
+        self._counted.computed_tokens += load.rows
+        self._counted.prefill_tokens += load.prompt
         requests = [self.scheduler.by_id[request_id] for request_id in output.request_ids]
         self._stages.tell(output, requests)
         if output.joined:
@@ -324,9 +343,9 @@ class EngineCore(EngineLoop):
             for request in requests:
                 request.queue.begun_at = request.queue.begun_at or now
         if self._watch is not None:
-            reach = max((item.start + item.count for item in output.scheduled), default=0)
-            self._watch.began(output.request_ids, output.token_count, reach)
+            self._watch.began(output.request_ids, load.rows, load.reach)
         self._pace.began(output)
+        self._seconds.began(load, self.scheduler.blocked)
         if self.drafting is not None:
             self.drafting.began(output, requests)
         self._in_flight.append((output, requests, self.executor.submit(output)))
@@ -335,6 +354,7 @@ class EngineCore(EngineLoop):
         """A step failed: what it and those after it should have written is missing, so nothing of it may be reused."""
         self._in_flight.clear()
         self._pace.forget()
+        self._seconds.forget()
         if self._watch is not None:
             self._watch.forget()
         if self.drafting is not None:
@@ -370,6 +390,9 @@ class EngineCore(EngineLoop):
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
+        if not self.has_work:
+            self._seconds.rests("idle")
+        self._seconds.report(self._counted)
         self.scheduler.cache.count(self._counted)
         self._counted.preemptions = self.scheduler.preemption_count
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)

@@ -24,7 +24,7 @@ from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_watch import StepWatch
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, KvernError
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
@@ -37,6 +37,7 @@ from kvern.tiers.arena import HOST, sized
 
 if TYPE_CHECKING:
     from kvern.cache.messages import TierIndex
+    from kvern.planning.estimate import StepFactors
 
 STATES_APART = 512
 """Tokens of a prompt that a GPU computes in about the time of one more small step."""
@@ -122,8 +123,26 @@ def build_core(
     with startup.stage("pace"):
         pace = make_pace(config, executor, layout, streams)
     executor.begin_counting()
-    core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, CoreTiming(pace, watch))
+    timing = CoreTiming(pace, watch, factors=factors_of_steps(config, folder, layout))
+    core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, timing)
     return core, spec, layout
+
+
+def factors_of_steps(config: EngineConfig, folder: Path, layout: Layout) -> "StepFactors | None":
+    """What parts of steps should take, by the estimates of `kvern plan`; None where there are none."""
+    from kvern.planning.choice import model_of
+    from kvern.planning.estimate import Split, step_factors
+    from kvern.planning.hardware import engine_card
+
+    card = engine_card(layout.gpus)
+    if card is None:
+        return None
+    split = Split(config.tensor_parallel_size, 1, config.pipeline_parallel_size, config.enable_expert_parallel)
+    try:
+        return step_factors(model_of(config, folder), card, split, layout.token_bytes)
+    except KvernError as error:  # a model that cannot be described, such as one with code of its own
+        logger.info("the seconds of steps are not divided: %s", error)
+        return None
 
 
 def usable_tiers(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

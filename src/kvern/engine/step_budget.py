@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvern.engine.step_load import StepLoad
@@ -60,7 +60,7 @@ class StepBudget:
             limit = min(limit, self._time.costs.encoding_within(spare))
         encoding = compute(ENCODING * limit)
         if encoding:
-            self._load = replace(self._load, encoding=encoding)
+            self._load = self._load._replace(encoding=encoding)
             self.tokens -= math.ceil(encoding) if self._chunked else 0
         return encoding
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvern.observe.engine_time import EngineTime
 from kvern.plugins import imported
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
@@ -253,6 +254,8 @@ class Metrics:
         self.registry.register(self.experts)
         self.stores = StoreMetrics(self._labels)
         self.registry.register(self.stores)
+        self.time = EngineTime(self._labels)
+        self.registry.register(self.time)
         self._finished = self._family(Counter, "request_success", "Answers that ended, by reason.", "finished_reason")
 
     def watch_gpu(self, uuid: str) -> None:
@@ -270,6 +273,7 @@ class Metrics:
         self._usage.set(statistics.kv_cache_usage)
         self._target.set(statistics.target_itl)
         self.stores.update(statistics.stores)
+        self.time.hear(statistics)
         steps = statistics.steps - seen.steps
         if not steps:
             return
@@ -310,6 +314,7 @@ class Metrics:
         self._seen = EngineStatistics()
         self.experts.restarted()
         self.stores.restarted()
+        self.time.restarted()
 
     def first_token(self, seconds: float) -> None:
         """Records the seconds from a request to its first token."""

@@ -42,6 +42,8 @@ WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual st
 """Kinds of layers that every rank has completely."""
 HALVED = "attention q, k, v", "attention out", "MLP gate, up", "MLP down"
 """Kinds of layers that steps in two parts compute for one part while rows of the other are all-reduced."""
+ROW_BITS = 20
+"""Numbers of rows that `StepFactors` tell apart, by their length in bits."""
 EXPOSED = 0.25
 """The share of these all-reduces that does not overlap with products: two of eight transfers of a layer."""
 
@@ -152,6 +154,29 @@ class Estimate:
     lacks: str = ""
 
 
+@dataclass(frozen=True)
+class StepFactors:
+    """Seconds of the parts of steps. `weights`: of reading them, by the length in bits of the number of rows.
+
+    `row`: of the products of a row; `pair`: of the attention of a prompt's token to a key; `keys`: of reading what a
+    decode attends to, for each window (0: none) by key; `state`: of what a decode reads and writes besides; `sums` and
+    `sum_row`: of transfers between cards, in each step and for each row; `overhead`: in each step. `read` and
+    `computed`: the shares of the card's bandwidth and rate that they assume.
+    """
+
+    weights: Sequence[float]
+    row: float
+    pair: float
+    keys: Sequence[tuple[int, float]]
+    state: float
+    sums: float
+    sum_row: float
+    overhead: float
+    card: Card
+    read: float = READ
+    computed: float = COMPUTED
+
+
 def splits(cards: int, model: Model) -> Iterator[Split]:
     """Yields all ways to divide a model among all cards that kvern supports."""
     for tensor, pipeline in product(range(1, cards + 1), repeat=2):
@@ -202,6 +227,33 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
         first_token=max(alone, _decode_seconds(model, card, split, 1, 1)),
         rate=0.0 if lacks else served * workload.output / (batch * prompt / stages + workload.output * decode),
         lacks=lacks,
+    )
+
+
+def step_factors(model: Model, card: Card, split: Split, token_bytes: float) -> StepFactors:
+    """Returns the factors of an engine's steps; `token_bytes`: of keys and values of a token on each card."""
+    bandwidth = READ * card.bandwidth
+    keys: dict[int, float] = {}
+    for item in model.spec.attentions:
+        keys[item.window or 0] = keys.get(item.window or 0, 0.0) + item.stored * item.kv_heads * item.head_dim
+    each = token_bytes / (sum(keys.values()) or 1.0) / bandwidth
+    pair = sum(4 * item.heads * item.head_dim for item in model.spec.attentions)
+    typical = BATCH_REQUESTS["cuda"]
+    sums = _moved(model, card, split, 0)
+    return StepFactors(
+        weights=[
+            sum(_read_part(model, share, split, max(3 << bits >> 2, 1)) * share.nbytes for share in model.shares)
+            / bandwidth
+            for bits in range(ROW_BITS)
+        ],
+        row=_product_seconds(model, card, split, typical) / typical,
+        pair=pair / (split.tensor * COMPUTED * card.rate),
+        keys=[(window, numbers * each) for window, numbers in keys.items()],
+        state=2 * model.state_bytes / split.cards / bandwidth,
+        sums=sums,
+        sum_row=_moved(model, card, split, 1) - sums,
+        overhead=0.0 if card.host else len(model.spec.layers) * card.overhead,
+        card=card,
     )
 
 

@@ -1,10 +1,12 @@
 """Properties of cards: memory, bandwidth, compute rate, and links to each other."""
 
+import contextlib
 import itertools
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -21,6 +23,8 @@ ALIKE = 0.8
 
 WIDTH = 512
 """Rows and columns of the matrices that a CPU multiplies: one without instructions for 16 bits takes 0.2 seconds."""
+QUICK_NUMBERS, QUICK_WIDTH = 2**23, 256
+"""Numbers in 32 bits that are read, and rows and columns of the matrices, where an engine waits for the measurement."""
 REPETITIONS = 5
 ENOUGH_SECONDS = 0.5
 
@@ -89,6 +93,26 @@ def this_machine() -> list[Card]:
     cards = [_of_gpu(index) for index in range(torch.cuda.device_count())]
     uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(len(cards))]
     return linked(cards, uuids) if len(cards) > 1 else cards
+
+
+def engine_card(gpus: Sequence[str]) -> Card | None:
+    """Returns the device of an engine that computes on these GPUs, of which this process uses the current one, or on
+    none; None for GPUs of unknown speed."""
+    if not gpus:
+        return quickly_measured_host()
+    with contextlib.suppress(ConfigError):
+        card = _of_gpu(torch.cuda.current_device())
+        return card if len(gpus) == 1 else linked([card], gpus)[0]
+    return None
+
+
+@cache
+def quickly_measured_host() -> Card:
+    """Returns the CPU with rates that were measured in some 20 ms, of products in 32 bits, as its kernels compute."""
+    table, matrix = torch.ones(QUICK_NUMBERS), torch.ones(QUICK_WIDTH, QUICK_WIDTH)
+    read, multiplied = _seconds(table.sum), _seconds(lambda: matrix @ matrix)
+    speed, rate = table.nbytes / read, 2 * QUICK_WIDTH**3 / multiplied
+    return Card("CPU", float(available_memory()), speed, rate, rate, link=speed, delay=1e-4, host=True)
 
 
 def linked(cards: Sequence[Card], uuids: Sequence[str]) -> list[Card]:

@@ -38,7 +38,47 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How many of `cached_tokens` each store of the tier gave for this request; reported once, if there is a tier."""
 
 
-class EngineStatistics(msgspec.Struct, array_like=True, gc=False):
+CAUSES = (
+    "weights",
+    "keys",
+    "products",
+    "collectives",
+    "step",
+    "host",
+    "blocks",
+    "rows",
+    "adapter",
+    "batch",
+    "tier",
+    "images",
+    "grammar",
+    "idle",
+)
+"""The causes to which the seconds of an engine belong, each second to one (`engine/step_seconds.py`).
+
+The first four are parts of steps, and `step` is a whole one on a machine of unknown speed. In `host` nothing ran
+because the engine's process had not launched the next step. From `blocks` to `batch` weights were read for few requests
+because another lacked this. Nothing ran while requests waited for a `tier`, `images` or a `grammar`, and in `idle`
+there were none.
+"""
+
+
+class EngineSeconds(msgspec.Struct, array_like=True, gc=False):
+    """The wall time of an engine by cause, and how fast the parts of its steps were."""
+
+    seconds: tuple[float, ...] = ()
+    """The seconds of each of `CAUSES`; empty if they are not counted."""
+    reading: tuple[float, ...] = ()
+    """The seconds in which weights and keys could have been read with the whole bandwidth, and those that it took."""
+    computing: tuple[float, ...] = ()
+    """The seconds in which products could have been computed at the whole rate, and those that it took."""
+    bandwidth: float = 0.0
+    """The bytes per second of a card; 0: nobody knows."""
+    rate: float = 0.0
+    """The operations per second of a card."""
+
+
+class EngineStatistics(EngineSeconds, array_like=True, gc=False):
     """Counters since the engine started; `running`, `waiting` and `kv_cache_usage` are current values."""
 
     requests: int = 0
@@ -94,11 +134,11 @@ def all_together(each: Sequence[EngineStatistics]) -> EngineStatistics:
     found: dict[str, Any] = {}
     for name in EngineStatistics.__struct_fields__:
         values = [getattr(one, name) for one in each]
-        if name in ("kv_cache_usage", "target_itl"):
+        if name in ("kv_cache_usage", "target_itl", "bandwidth", "rate"):
             found[name] = max(values)
         elif name == "stores":
             found[name] = summed(values)
-        elif name in ("drafts_by_position", "accepted_by_position"):
+        elif name in ("drafts_by_position", "accepted_by_position", "seconds", "reading", "computing"):
             found[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
         else:
             found[name] = sum(values)

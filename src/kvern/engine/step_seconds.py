@@ -1,0 +1,150 @@
+"""The wall time of an engine, every second of it under one of `CAUSES`.
+
+    add     |-- idle --|
+    submit             |-- host, tier, grammar ... --|
+    result                                           |-- the step: weights, keys, products, collectives --|
+
+Steps end in the order in which they began. A step's time begins at the end of the one before, or when it was submitted
+if that was later; what is between two steps is the host's. The end of a step whose result was ready before it was
+awaited, while others could be in flight, is estimated.
+
+A step's time is divided in the proportion of the parts that `kvern plan` estimates. While a request waits because it
+lacks a row, blocks or the place of its adapter, weights are read for fewer requests than there could be: the seconds of
+the weights are those of this lack. On a machine of unknown speed steps are not divided.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvern.engine.step_load import StepLoad
+from kvern.request.events import CAUSES, EngineStatistics
+from kvern.request.record import Lack
+
+if TYPE_CHECKING:
+    from kvern.planning.estimate import StepFactors
+
+PLACES = {cause: place for place, cause in enumerate(CAUSES)}
+WEIGHTS, KEYS, PRODUCTS, COLLECTIVES, STEP, HOST = (PLACES[cause] for cause in CAUSES[:6])
+BLOCKS, ROWS, ADAPTER, BATCH, TIER = (PLACES[cause] for cause in CAUSES[6:11])
+LACKS: dict[str | None, int] = {"blocks": BLOCKS, "rows": ROWS, "adapter": ADAPTER, "batch": BATCH}
+AT_ONCE = 0.0001
+"""The seconds in which a result is returned that was ready before."""
+GAIN = 0.1
+"""The share of its error by which a step corrects the ratio of measured to estimated times."""
+LARGEST = 2.0
+"""The most by which one step raises the ratio: it may have been the first of its kind."""
+Parts = tuple[float, float, float, float]
+
+
+class StepSeconds:
+    """Is told by the core when steps begin and end, and what nothing ran for.
+
+    factors     estimates of the parts of steps; None: nobody knows how fast this machine is
+    overlaps    steps are submitted while others run
+    """
+
+    def __init__(
+        self,
+        factors: "StepFactors | None" = None,
+        overlaps: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._factors = factors
+        self._overhead = 0.0 if factors is None else factors.overhead
+        self._overlaps = overlaps
+        self._clock = clock
+        self._spent = [0.0] * len(CAUSES)
+        self._until = clock()
+        """The time up to which all seconds have a cause."""
+        self._begun: deque[tuple[Parts | None, int, float]] = deque()
+        """The parts of each step in flight, the cause of its weights, or of all of it, and when it was submitted."""
+        self._awaited = 0.0
+        self._exact, self._ratio = True, 1.0
+        self._reads = self._computes = 0.0
+
+    def rests(self, cause: str) -> None:
+        """Nothing has run since the last call, because of this."""
+        if not self._begun:
+            self._pass(PLACES[cause], self._clock())
+
+    def began(self, load: StepLoad, lack: Lack | None = None) -> None:
+        """A step is about to be submitted, while the best waiting request has this `lack`."""
+        now = self._clock()
+        if not self._begun:
+            self._pass(HOST, now)
+        if not load.rows and not load.encoding:
+            self._begun.append((None, TIER, now))
+        elif self._factors is None:
+            self._begun.append((None, LACKS.get(lack, STEP), now))
+        else:
+            self._begun.append((self._parts(load, self._factors), LACKS.get(lack, WEIGHTS), now))
+
+    def awaits(self) -> None:
+        """The result of the oldest step is about to be awaited."""
+        if self._overlaps:
+            self._awaited = self._clock()
+
+    def ended(self) -> None:
+        """The result of the oldest step has come."""
+        now, known = self._clock(), self._exact
+        parts, cause, _ = self._begun.popleft()
+        self._exact = not self._overlaps or now - self._awaited > AT_ONCE
+        if parts is None:
+            self._pass(cause, now)
+            return
+        weights, keys, products, collectives = parts
+        whole = weights + keys + products + collectives
+        took = now - self._until
+        if self._overlaps:
+            expected = self._ratio * (whole + self._overhead)
+            if not self._exact:
+                took = min(took, expected)
+            elif known and took > 0:
+                self._ratio += GAIN * self._ratio * (min(took / expected, LARGEST) - 1)
+        factor, spent = took / whole, self._spent
+        spent[cause] += factor * weights
+        spent[KEYS] += factor * keys
+        spent[PRODUCTS] += factor * products
+        spent[COLLECTIVES] += factor * collectives
+        self._reads += weights + keys
+        self._computes += products
+        self._until += took
+        if self._overlaps:
+            self._pass(HOST, max(self._until, self._begun[0][2]) if self._begun else now)
+
+    def forget(self) -> None:
+        """The steps in flight are lost."""
+        self._pass(STEP, self._clock())
+        self._begun.clear()
+
+    def report(self, statistics: EngineStatistics) -> None:
+        """Write what is known into the statistics."""
+        statistics.seconds = tuple(self._spent)
+        if (factors := self._factors) is not None:
+            spent = self._spent
+            read = spent[WEIGHTS] + spent[KEYS] + spent[BLOCKS] + spent[ROWS] + spent[ADAPTER] + spent[BATCH]
+            statistics.reading = factors.read * self._reads, read
+            statistics.computing = factors.computed * self._computes, spent[PRODUCTS]
+            statistics.bandwidth, statistics.rate = factors.card.bandwidth, factors.card.rate
+
+    def _pass(self, cause: int, until: float) -> None:
+        self._spent[cause] += until - self._until
+        self._until = until
+
+    def _parts(self, load: StepLoad, factors: "StepFactors") -> Parts:
+        """The seconds of weights, keys, products and collectives; of weights and their products the longer ones."""
+        rows, keys, pairs, encoding, prompt, _ = load
+        table, bits = factors.weights, rows.bit_length()
+        weights = (table[bits] if bits < len(table) else table[-1]) if rows else 0.0
+        products = factors.row * (rows + encoding)
+        if products > weights:
+            weights = 0.0
+        else:
+            products = 0.0
+        decodes = rows - prompt
+        reading = decodes * factors.state
+        for window, each in factors.keys:
+            reading += each * (min(keys, decodes * window) if window else keys)
+        return weights, reading, products + factors.pair * pairs, factors.sums + factors.sum_row * rows
