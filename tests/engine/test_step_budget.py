@@ -202,7 +202,7 @@ def test_stages_have_their_part_of_the_time_between_tokens() -> None:
 def run(pace: Pace, clock: Clock, seconds: float, *items: ScheduledTokens) -> None:
     """A step that is waited for; seconds of 0: its result was there."""
     pace.time(None)
-    pace.began(step(*items))
+    pace.began(load_of(items))
     pace.awaits()
     clock.now += seconds
     pace.ended()
@@ -214,9 +214,9 @@ def test_of_steps_that_overlap_each_is_timed_from_the_end_of_the_one_before() ->
     mixed = step(*decodes(8), prompt(0, 500))
     before = costs().seconds(load_of(mixed.scheduled))
     pace.time(None)
-    pace.began(step(*decodes(8)))
+    pace.began(load_of(decodes(8)))
     clock.now = 0.001
-    pace.began(mixed)
+    pace.began(load_of(mixed.scheduled))
     pace.awaits()
     clock.now = 0.005
     pace.ended()
@@ -228,8 +228,8 @@ def test_of_steps_that_overlap_each_is_timed_from_the_end_of_the_one_before() ->
     run(pace, clock, 2 * before, *mixed.scheduled)
     assert pace.costs.seconds(load_of(mixed.scheduled)) > 1.02 * before
     learnt = pace.costs.seconds(load_of(mixed.scheduled))
-    pace.began(mixed)
-    pace.began(mixed)
+    pace.began(load_of(mixed.scheduled))
+    pace.began(load_of(mixed.scheduled))
     clock.now += 1.0
     pace.awaits()
     pace.ended()
@@ -243,7 +243,7 @@ def test_the_next_step_is_planned_shortly_before_the_one_on_its_way_ends() -> No
         assert pace.spare_seconds() == 0.0
         run(pace, clock, seconds, *decodes(8))
     pace.time(None)
-    pace.began(step(*decodes(8)))
+    pace.began(load_of(decodes(8)))
     assert 0.003 < pace.spare_seconds() < 0.005
     clock.now += 0.004
     assert pace.spare_seconds() == 0.0
@@ -256,13 +256,13 @@ def test_no_rest_is_so_long_that_a_result_waits_for_a_slow_launch() -> None:
     pace = Pace(costs(), 0.015, False, clock)
     for _ in range(4):
         run(pace, clock, 0.005, *decodes(8))
-    pace.began(step(*decodes(8)))
-    pace.began(step(*decodes(8), prompt(0, 500)))
+    pace.began(load_of(decodes(8)))
+    pace.began(load_of([*decodes(8), prompt(0, 500)]))
     clock.now += 0.013  # of launching
     pace.awaits()
     pace.ended()
     pace.time(None)
-    pace.began(step(*decodes(8)))
+    pace.began(load_of(decodes(8)))
     pace.awaits()
     clock.now += 0.002
     pace.ended()
@@ -275,12 +275,12 @@ def test_a_rest_that_was_too_long_becomes_shorter() -> None:
     for _ in range(4):
         run(pace, clock, 0.012, *decodes(8))
     pace.time(None)
-    pace.began(step(*decodes(8)))
+    pace.began(load_of(decodes(8)))
     for _ in range(8):  # they take 3 ms now
         ends, rest = clock.now + 0.003, pace.spare_seconds()
         clock.now += rest
         pace.time(None)
-        pace.began(step(*decodes(8)))
+        pace.began(load_of(decodes(8)))
         pace.awaits()
         clock.now = max(clock.now, ends)
         pace.ended()

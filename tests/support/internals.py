@@ -25,6 +25,16 @@ def runner_of(llm: Any) -> Any:
     return worker_of(llm).runner
 
 
+def pace_of(engine: Any) -> Any:
+    """The `Pace` of an engine in this process."""
+    return engine.core._pace
+
+
+def set_pace(core: Any, pace: Any) -> None:
+    """Replaces the pace of a core."""
+    core._pace = pace
+
+
 def drafter_of(llm: Any) -> Any:
     """The drafter of that runner, without its guard."""
     return runner_of(llm)._drafter._drafter

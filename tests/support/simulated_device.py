@@ -220,6 +220,7 @@ class SimulatedDevice:
         """Steps with both units fail."""
         self.failed_steps = 0
         self.clock = 0.0
+        self.slowdown = 1.0
         """A second for each token."""
         self._lost = False
         self._dice = random.Random(2)
@@ -310,7 +311,7 @@ class SimulatedDevice:
             if self.setup.states:
                 before = prefix[positions.start - 1] if positions.start else 0
                 assert self.states.seen[row.state_index] == before, f"row {item.slot} goes on with a state not its own"
-        self.clock += output.token_count
+        self.clock += output.token_count * self.slowdown
         result = ModelRunnerOutput([], [], [])
         for item, prefix in zip(output.scheduled, keys, strict=True):
             row = self.rows[item.slot]

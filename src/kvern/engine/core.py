@@ -344,7 +344,7 @@ class EngineCore(EngineLoop):
                 request.queue.begun_at = request.queue.begun_at or now
         if self._watch is not None:
             self._watch.began(output.request_ids, load.rows, load.reach)
-        self._pace.began(output)
+        self._pace.began(load, requests)
         self._seconds.began(load, self.scheduler.blocked)
         if self.drafting is not None:
             self.drafting.began(output, requests)
@@ -397,6 +397,7 @@ class EngineCore(EngineLoop):
         self._counted.preemptions = self.scheduler.preemption_count
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._counted.waiting += len(self._held)
+        self._counted.step_time_ratio = 0.0 if self._pace.drift is None else self._pace.drift.ratio
         if self.drafting is not None:
             self._counted.drafts_by_position = tuple(self.drafting.positions.drafts)
             self._counted.accepted_by_position = tuple(self.drafting.positions.accepted)

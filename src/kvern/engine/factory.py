@@ -23,6 +23,9 @@ from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.engine.slow_machine import SlowMachine
+from kvern.engine.step_baseline import step_times
+from kvern.engine.step_drift import StepDrift
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import ConfigError, KvernError
 from kvern.models.implementation import describe_model
@@ -121,7 +124,7 @@ def build_core(
     with startup.stage("graphs"):
         use_idle_time(executor, GRAPH_SECONDS if prepares else math.inf)
     with startup.stage("pace"):
-        pace = make_pace(config, executor, layout, streams)
+        pace = make_pace(config, folder, executor, layout, streams)
     executor.begin_counting()
     timing = CoreTiming(pace, watch, factors=factors_of_steps(config, folder, layout))
     core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, timing)
@@ -228,26 +231,27 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: "Ti
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 
-def make_pace(config: EngineConfig, executor: Executor, layout: Layout, streams: bool) -> Pace | None:
-    """The target that the time between tokens has, with what steps cost here; None: there is no target, nor a tier.
+def make_pace(config: EngineConfig, folder: Path, executor: Executor, layout: Layout, streams: bool) -> Pace:
+    """The target that the time between tokens has, with what steps cost here if there is a target or a tier.
 
-    A tier loads what would take longer to compute.
+    A tier loads what would take longer to compute. Steps are watched in any case, whether they become slower.
     """
+    drift = StepDrift(step_times(config, layout, read_config(folder)), SlowMachine(layout.gpus))
     target, stages = config.target_itl_seconds, config.pipeline_parallel_size
     has_none = target == 0 or (target is None and not (streams and layout.device == "cuda" and stages == 1))
     if has_none and executor.tier is None:
-        return None
+        return Pace(stages=stages, drift=drift)
     from kvern.engine.step_timing import time_steps
 
     timed = time_steps(executor, layout)
     if timed is None:
-        return None
+        return Pace(stages=stages, drift=drift)
     plain, costs = timed
     if executor.tier is not None:
         executor.tier.computing = partial(costs.prompt_seconds, layout.max_batch_tokens)
     if has_none:
-        return Pace(costs, stages=stages)
-    return Pace(costs, target or DECODE_STEPS * plain, yields=target is None, stages=stages)
+        return Pace(costs, stages=stages, drift=drift)
+    return Pace(costs, target or DECODE_STEPS * plain, yields=target is None, stages=stages, drift=drift)
 
 
 def windows(config: EngineConfig, layout: Layout) -> MakeExtension | None:

@@ -5,13 +5,13 @@ head of the queue --> Pace.time --> Scheduler.schedule --> began --> ended: the 
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvern.engine.step_budget import StepTime
-from kvern.engine.step_load import StepLoad, load_of
+from kvern.engine.step_drift import Bucket, StepDrift
+from kvern.engine.step_load import StepLoad
 from kvern.request.request import Request
-from kvern.request.step import SchedulerOutput
 
 if TYPE_CHECKING:
     from kvern.engine.step_costs import StepCosts
@@ -26,6 +26,9 @@ AT_ONCE = 0.0001
 """The seconds in which a result is returned that was ready before; the time when it became ready is unknown."""
 REMEMBERED = 4
 """The number of steps with only decodes of which the shortest predicts the next."""
+Begun = tuple[StepLoad | None, float, Bucket | None]
+UNTIMED: Begun = (None, 0.0, None)
+"""A step whose time nobody wants to know, nor when it ends."""
 
 
 class Pace:
@@ -39,7 +42,7 @@ class Pace:
 
     Steps end in the order in which they began, so the time of one starts at the end of the one before. If another was
     launched meanwhile and a result was ready before it was awaited, its end is unknown: the step took less, and nothing
-    is learnt from the next.
+    is learnt from the next. `drift` is told of times that are known.
     """
 
     def __init__(
@@ -49,19 +52,23 @@ class Pace:
         yields: bool = False,
         clock: Callable[[], float] = time.monotonic,
         stages: int = 1,
+        drift: StepDrift | None = None,
     ) -> None:
         self.costs = costs
+        self.drift = drift
         self.target = target
         self._step_target = target / stages
         self._yields, self._clock = yields, clock
-        self._begun: deque[tuple[StepLoad | None, float]] = deque()
-        """The loads of steps with prompts (None for others), and the times when they began."""
+        self._begun: deque[Begun] = deque()
+        """The loads of steps with prompts (None for others), the times when they began, and what `drift` is told."""
         self._asked = self._planning = self._awaited = self._ended = 0.0
         """The time of the last planning and its duration, of the last wait, and of the last end of a step."""
         self._launching = self._came = 0.0
         """The duration of the last launch of a step with a prompt in addition to others, and the time of the last
         result."""
         self._rested, self._exact = False, True
+        self._until = 0
+        """The number of steps before the next one that `drift` is told of; the end of the one before must be known."""
         self._decoding: deque[float] = deque([0.0] * REMEMBERED, REMEMBERED)
         """The durations of the last steps with only decodes."""
 
@@ -75,32 +82,47 @@ class Pace:
             seconds = max(seconds, SHARE_OF_WAIT * (self._asked - head.queue.arrived_at))
         return StepTime(self.costs, seconds)
 
-    def began(self, output: SchedulerOutput) -> None:
-        """Notes that a step was planned and is about to be submitted."""
-        if self.costs is not None:
-            now = self._clock()
-            self._planning = now - self._asked
-            prompts = output.encoding or any(item.count > (item.sampled or 1) for item in output.scheduled)
-            self._begun.append((load_of(output.scheduled, output.encoding) if prompts else None, now))
+    def began(self, load: StepLoad, requests: Sequence[Request] = ()) -> None:
+        """Notes that a step of these requests was planned and is about to be submitted."""
+        bucket = None
+        if self.drift is not None:
+            self._until -= 1
+            if self._until > 1 and self.costs is None:
+                self._begun.append(UNTIMED)
+                return
+            if self._until <= 0:
+                bucket = Bucket.of(load, requests)
+                self._until = self.drift.interval(len(requests))
+        elif self.costs is None:
+            return
+        now = self._clock()
+        self._planning = now - self._asked
+        self._begun.append((load if load.prompt or load.encoding else None, now, bucket))
 
     def awaits(self) -> None:
         """Notes that the result of the oldest step is about to be awaited, with the newest just launched."""
         self._awaited = self._clock()
-        load, began = self._begun[-1] if len(self._begun) > 1 else (None, 0.0)
+        load, began, _ = self._begun[-1] if len(self._begun) > 1 else (None, 0.0, None)
         if load is not None:
             self._launching = self._awaited - began
 
     def ended(self) -> None:
         """Learns from the step whose result has come."""
-        if self.costs is None:
+        if not self._begun:
             return
-        load, began = self._begun.popleft()
+        step = self._begun.popleft()
+        if step is UNTIMED:
+            self._exact = False
+            return
+        load, began, bucket = step
         now, known = self._clock(), self._exact
         self._exact = not self._begun or now - self._awaited > AT_ONCE
         start, expected = max(began, self._ended), self._expected(load)
         took = now - start
         self._ended, self._came = now if self._exact else min(now, start + expected), now
-        if load is not None:
+        if bucket is not None and self.drift is not None and known and self._exact:
+            self.drift.took(bucket, took, now)
+        if load is not None and self.costs is not None:
             if known and (self._exact or took < expected):
                 self.costs.learn(load, took)
         elif known and self._exact:
@@ -120,7 +142,7 @@ class Pace:
         """Returns the seconds until the next step must be planned and launched, near the end of the one in flight."""
         if self.costs is None or not self.target or not self._begun:
             return 0.0
-        load, began = self._begun[0]
+        load, began, _ = self._begun[0]
         ends = max(began, self._ended) + min(self._expected(load), LONGEST_REST)
         # the result of the step in flight waits for the launch
         latest = self._came + self._step_target - self._launching

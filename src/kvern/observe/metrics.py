@@ -227,6 +227,7 @@ class Metrics:
         self._waiting = gauge("num_requests_waiting", "Sequences that wait for their first step.")
         self._usage = gauge("kv_cache_usage_perc", "Share of the KV blocks that running requests hold, 0 to 1.")
         self._target = gauge("target_itl_seconds", "What a step with decodes should take at most, 0: no matter what.")
+        self._ratio = gauge("step_time_ratio", "Time of steps relative to what is usual for such steps, 0: not known.")
         self._counted = {field: counter(name, text) for field, (name, text) in COUNTED.items()}
         self._drafts = counter("spec_decode_num_draft_tokens", "Drafts that were verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Drafts that were right.")
@@ -272,6 +273,7 @@ class Metrics:
         self._waiting.set(statistics.waiting)
         self._usage.set(statistics.kv_cache_usage)
         self._target.set(statistics.target_itl)
+        self._ratio.set(statistics.step_time_ratio)
         self.stores.update(statistics.stores)
         self.time.hear(statistics)
         steps = statistics.steps - seen.steps

@@ -76,6 +76,8 @@ class EngineSeconds(msgspec.Struct, array_like=True, gc=False):
     """The bytes per second of a card; 0: nobody knows."""
     rate: float = 0.0
     """The operations per second of a card."""
+    step_time_ratio: float = 0.0
+    """The time of steps relative to what is usual for such steps; 0: that is not known."""
 
 
 class EngineStatistics(EngineSeconds, array_like=True, gc=False):
@@ -111,7 +113,7 @@ class EngineStatistics(EngineSeconds, array_like=True, gc=False):
 
     def at_the_end(self) -> "EngineStatistics":
         """Returns the counters of an engine that has ended, without its current values."""
-        return replace(self, running=0, waiting=0, kv_cache_usage=0.0, target_itl=0.0)
+        return replace(self, running=0, waiting=0, kv_cache_usage=0.0, target_itl=0.0, step_time_ratio=0.0)
 
     @property
     def prefix_cache_hit_rate(self) -> float:
@@ -134,7 +136,7 @@ def all_together(each: Sequence[EngineStatistics]) -> EngineStatistics:
     found: dict[str, Any] = {}
     for name in EngineStatistics.__struct_fields__:
         values = [getattr(one, name) for one in each]
-        if name in ("kv_cache_usage", "target_itl", "bandwidth", "rate"):
+        if name in ("kv_cache_usage", "target_itl", "step_time_ratio", "bandwidth", "rate"):
             found[name] = max(values)
         elif name == "stores":
             found[name] = summed(values)
