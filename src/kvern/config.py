@@ -231,6 +231,9 @@ class EngineConfig:
     0."""
     max_adapter_rank: int = 64
     """Highest rank of an adapter, 128 at most; a GPU reserves memory for it."""
+    request_records: bool = True
+    """Note for each request what it waited for, its steps and its longest gap: for kvern explain, metrics and the
+    access log."""
     expert_counts: bool = False
     """Count the tokens of each expert of each layer in /metrics; some models have thousands of experts."""
     seed: int = 0

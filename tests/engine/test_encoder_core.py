@@ -225,3 +225,26 @@ def test_steps_are_as_large_as_those_that_ran(
     card = SmallCard(room)
     assert largest_step(card, 10, estimate, most) == found
     assert card.steps == steps
+
+
+def test_each_text_has_a_record() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.add(number, 2, last=FAULTY if number == 2 else 0)
+    loop.core.step()
+    (aborted,) = loop.core.finish(["3#0", "unknown"])
+    assert aborted.record is not None and aborted.record.finish_reason == "abort" and not aborted.finish_reason
+    records = {event.request_id: event.record for event in loop.run()}
+    assert all(record is not None for record in records.values())
+    for name, record in records.items():
+        assert record is not None and record.request_id == name and record.prompt_tokens == 2
+        assert (record.steps, record.undone, set(record.waits)) == (2, 1, {"queue", "trial"})
+        assert record.first_step == record.waits["queue"] and sum(record.waits.values()) < record.ended
+        assert (record.finish_reason, record.chunk_count) == (("abort", 0) if name == "2#0" else ("stop", 1))
+
+
+def test_records_of_texts_can_be_left_out() -> None:
+    loop = Loop(request_records=False)
+    loop.add(0)
+    (event,) = loop.run()
+    assert event.record is None and loop.core.finish(["0#0"]) == []

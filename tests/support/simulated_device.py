@@ -29,6 +29,7 @@ from kvern.request.step import (
     ScheduledTokens,
     SchedulerOutput,
 )
+from tests.support.simulated_records import RecordChecks
 from tests.support.simulated_states import SimulatedStates
 from tests.support.simulated_tier import SimulatedTier
 
@@ -222,6 +223,7 @@ class SimulatedDevice:
         self.clock = 0.0
         self.slowdown = 1.0
         """A second for each token."""
+        self.records: RecordChecks | None = None
         self._lost = False
         self._dice = random.Random(2)
         self.arriving: dict[int, tuple[int, list[PageLoad]]] = {}
@@ -231,6 +233,14 @@ class SimulatedDevice:
         future = PendingResult(self)
         self.queue.append((output, future))
         return future
+
+    def pass_time(self, output: SchedulerOutput) -> None:
+        """Let time pass for a step."""
+        seconds = output.token_count * self.slowdown
+        self.clock += seconds
+        if self.records is not None:
+            self.records.passed(seconds)
+            self.records.computed(output.request_ids)
 
     def run_next(self) -> None:
         output, future = self.queue.popleft()
@@ -311,7 +321,7 @@ class SimulatedDevice:
             if self.setup.states:
                 before = prefix[positions.start - 1] if positions.start else 0
                 assert self.states.seen[row.state_index] == before, f"row {item.slot} goes on with a state not its own"
-        self.clock += output.token_count * self.slowdown
+        self.pass_time(output)
         result = ModelRunnerOutput([], [], [])
         for item, prefix in zip(output.scheduled, keys, strict=True):
             row = self.rows[item.slot]

@@ -13,6 +13,7 @@ from kvern.cache.windows import WindowedBlocks
 from kvern.engine.core import CoreTiming, EngineCore
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
+from kvern.engine.recorder import Recorder
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_costs import StepCosts
 from kvern.planning.estimate import StepFactors
@@ -34,6 +35,7 @@ from tests.support.simulated_device import (
     in_table,
     sampled_token,
 )
+from tests.support.simulated_records import RecordChecks
 from tests.support.simulated_search import searched_answers
 from tests.support.simulated_tier import SimulatedTier
 from tests.support.speculation import AnyLength
@@ -82,8 +84,10 @@ class SimulatedEngine:
         pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
         drafting = AnyLength(None if setup.on_device else self, VOCABULARY, setup.drafts) if setup.drafts else None
         self.host_seconds = 0.0
-        timing = CoreTiming(pace, clock=self._clock, sleep=self._rest, factors=factors)
+        recorder = Recorder(lambda: self.device.clock + sum(self.rests))
+        timing = CoreTiming(pace, clock=self._clock, sleep=self._rest, factors=factors, recorder=recorder)
         self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, timing=timing)
+        self.records = self.device.records = RecordChecks(self.scheduler)
         self._begun = self.now
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
@@ -104,6 +108,10 @@ class SimulatedEngine:
     def _rest(self, seconds: float) -> None:
         self.rests.append(seconds)
         self.host_seconds += seconds
+        self.records.passed(seconds)
+
+    def _note(self, event: TokenEvent) -> None:
+        self.records.hear(event, self.device.clock + sum(self.rests))
 
     # Requests
 
@@ -151,6 +159,7 @@ class SimulatedEngine:
         if fault is not None:
             self.device.faults[spec.request_id] = fault
         self.core.add(spec)
+        self.records.requests |= {name: request for name in spec.answer_ids if (request := self.scheduler.get(name))}
         names = spec.answer_ids if beams is None else spec.answer_ids[:1]
         added = [request for name in names if (request := self.scheduler.get(name)) is not None]
         for request in added:
@@ -176,7 +185,9 @@ class SimulatedEngine:
 
     def finish(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request from outside, as a client that leaves or a stop string does."""
-        self.core.finish([name for name, other in self.requests.items() if other is request], reason)
+        for event in self.core.finish([name for name, other in self.requests.items() if other is request], reason):
+            assert event.record is not None and not event.token_ids and event.finish_reason is None
+            self._note(event)
         self._ended_outside.add(request)
         self.check()
 
@@ -367,6 +378,7 @@ class SimulatedEngine:
         return tokens, "length"
 
     def _hear(self, event: TokenEvent) -> None:
+        self._note(event)
         heard = self.heard[event.request_id]
         assert heard.finish_reason is None, "news of a request that has ended"
         heard.tokens += event.token_ids

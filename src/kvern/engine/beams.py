@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from kvern.engine.scheduler import Scheduler
 from kvern.request.events import TokenEvent
 from kvern.request.logprobs import LogprobRows, joined
@@ -215,7 +217,7 @@ def _first_text(request: Request, tokenizer: Tokenizer) -> BeamText:
 
 
 def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
-    """The answers of a search that is done; `request` is one of its beams."""
+    """The answers of a search that is done; `request` is one of its beams, and has the record."""
     events = [
         TokenEvent(
             answer_id,
@@ -234,7 +236,11 @@ def answers(search: BeamSearch, request: Request) -> list[TokenEvent]:
     if not search.hypotheses:
         reason = f"no beam can go on: {search.failure or 'every next token is banned'}"
     missing = search.answer_ids[len(search.hypotheses) :]
-    return events + [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]
+    events += [TokenEvent(answer_id, finish_reason="abort", stop_reason=reason) for answer_id in missing]
+    if (record := request.answer.record) is not None:
+        tokens = sum(len(found.token_ids) for found in search.hypotheses[: len(search.answer_ids)])
+        events[0] = msgspec.structs.replace(events[0], record=msgspec.structs.replace(record, answer_tokens=tokens))
+    return events
 
 
 class Beams:

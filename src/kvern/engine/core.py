@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvern.drafting.drafting import Drafting
 from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.pace import Pace
+from kvern.engine.recorder import Recorder
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
 from kvern.engine.step_load import load_of
@@ -61,6 +62,8 @@ class CoreTiming(NamedTuple):
     """Waits for so many seconds."""
     factors: "StepFactors | None" = None
     """The parts of a step's time; None: nobody knows how fast this machine is."""
+    recorder: Recorder | None = None
+    """Makes the records that the last events of answers have; None: they have none."""
 
 
 DEFAULT_TIMING = CoreTiming()
@@ -90,6 +93,9 @@ class EngineCore(EngineLoop):
         self._clock, self._sleep = timing.clock, timing.sleep
         self._watch = timing.watch
         self._pace = timing.pace or Pace(clock=timing.clock)
+        self._recorder = timing.recorder
+        if self._recorder is not None:
+            scheduler.observe(self._recorder)
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
         self._folder = folder
@@ -166,6 +172,8 @@ class EngineCore(EngineLoop):
             preparing = self.executor.prepare(request.spec.grammar)
         if request.leader is not None and request.leader.request_id in self._held:
             preparing = self._held[request.leader.request_id][1]  # they begin together
+        if self._recorder is not None:
+            self._recorder.arrived(request, preparing is not None)
         if preparing is None:
             self._queue(request)
         else:
@@ -193,7 +201,10 @@ class EngineCore(EngineLoop):
             wait([preparing for _, preparing in self._held.values()], PREPARING_SECONDS, FIRST_COMPLETED)
             self._seconds.rests("grammar")
         for request_id in [name for name, (_, preparing) in self._held.items() if preparing.done()]:
-            self._queue(self._held.pop(request_id)[0])
+            request = self._held.pop(request_id)[0]
+            if self._recorder is not None:
+                self._recorder.woken(request)
+            self._queue(request)
 
     def read_adapter(self, path: str) -> "Adapter":
         """The adapter in a folder, checked; any thread may call this. Raises InvalidAdapter."""
@@ -241,18 +252,23 @@ class EngineCore(EngineLoop):
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
-    ) -> None:
-        """End requests from outside: a client has gone, or a stop string was seen. Ended ones are ignored."""
+    ) -> list[TokenEvent]:
+        records = []
         for request_id in request_ids:
-            if request_id in self._held:
-                held, _ = self._held.pop(request_id)
-                held.state = State.FINISHED
-                held.answer.finish_reason = reason
-                held.answer.stop_reason = stop_reason
             request = self.scheduler.get(request_id)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
+            elif request_id in self._held:
+                request, _ = self._held.pop(request_id)
+                if self._recorder is not None:
+                    self._recorder.finished(request, reason)
+                request.state = State.FINISHED
+                request.answer.finish_reason = reason
+                request.answer.stop_reason = stop_reason
+            if request is not None and (record := request.answer.record) is not None:
+                records.append(TokenEvent(record.request_id, record=record))
         self._forget_unused()
+        return records
 
     def report(self, reports: Mapping[str, object]) -> None:
         """Give extensions of the KV cache what their worker's sides have answered, by the extensions' names."""
@@ -276,6 +292,8 @@ class EngineCore(EngineLoop):
                 wanted = self.drafting.wanted(len(self.scheduler.running) + len(self.scheduler.waiting))
             time_limit = self._pace.time(self.scheduler.waiting.best())
             output = self.scheduler.schedule(time_limit, wanted, self._depth - len(self._in_flight))
+            if self._recorder is not None:
+                self._recorder.planned(self.scheduler.blocked)
             if output.scheduled or output.extensions:
                 self._submit(output)
                 if len(self._in_flight) < self._depth:
@@ -315,6 +333,8 @@ class EngineCore(EngineLoop):
         self._stages.ended(output, result)
         if self.drafting is not None:
             self.drafting.ended(output, requests, result)
+        if self._recorder is not None:
+            self._recorder.ended(output, requests, result)
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
@@ -346,6 +366,8 @@ class EngineCore(EngineLoop):
             self._watch.began(output.request_ids, load.rows, load.reach)
         self._pace.began(load, requests)
         self._seconds.began(load, self.scheduler.blocked)
+        if self._recorder is not None:
+            self._recorder.began(load.prompt > 0)
         if self.drafting is not None:
             self.drafting.began(output, requests)
         self._in_flight.append((output, requests, self.executor.submit(output)))
@@ -359,6 +381,8 @@ class EngineCore(EngineLoop):
             self._watch.forget()
         if self.drafting is not None:
             self.drafting.forget()
+        if self._recorder is not None:
+            self._recorder.undone()
         self.scheduler.undo(output.step)
         self.executor.abandon()
 
@@ -384,7 +408,11 @@ class EngineCore(EngineLoop):
                 self.scheduler.finish(request, "abort", reason)
                 ids = request.answer_ids if request.search is None else request.search.answer_ids
                 rest = request.untold([], None) or ([], None)
-                events += [TokenEvent(name, *rest, finish_reason="abort", stop_reason=reason) for name in ids]
+                records = [request.answer.record, *[None] * (len(ids) - 1)]
+                events += [
+                    TokenEvent(name, *rest, finish_reason="abort", stop_reason=reason, record=record)
+                    for name, record in zip(ids, records, strict=True)
+                ]
         self._forget_unused()
         return events
 
@@ -458,6 +486,7 @@ class EngineCore(EngineLoop):
                     result.embeddings.get(item.slot) if request.spec.embed else None,
                     predicted_tokens=predicted,
                     loaded_tokens=request.answer.tell_loaded(),
+                    record=request.answer.record,
                 )
             )
         self._forget_unused()

@@ -23,8 +23,10 @@ from kvern.config import EngineConfig
 from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.picture_queue import PictureQueue, Text
 from kvern.engine.step_watch import StepWatch
+from kvern.engine.text_recorder import TextRecorder
 from kvern.errors import InvalidAdapter, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.record import RequestRecord
 from kvern.request.request import FinishReason, Progress, RequestSpec
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class EncoderCore(EngineLoop):
         self._failed: deque[list[Text]] = deque()
         """Parts of steps that failed, each to be run alone."""
         self._enqueued = 0
+        self._recorder = TextRecorder() if config.request_records else None
         self._counted = EngineStatistics()
 
     @property
@@ -90,6 +93,8 @@ class EncoderCore(EngineLoop):
         self._counted.prompt_tokens += spec.prompt_length
         (name,) = spec.answer_ids
         text = Text(name, spec, time.monotonic(), self._counted.steps)
+        if self._recorder is not None:
+            self._recorder.arrived(name, spec)
         if spec.prompt.attachments:
             assert self._pictures is not None, "the model reads no images"
             self._pictures.add(text)
@@ -112,14 +117,21 @@ class EncoderCore(EngineLoop):
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
-    ) -> None:
-        """End requests from outside; ended ones are ignored."""
+    ) -> list[TokenEvent]:
+        records = []
         for request_id in request_ids:
+            if (record := self._record(request_id, reason)) is not None:
+                records.append(TokenEvent(request_id, record=record))
             if self._pictures is not None and self._pictures.remove(request_id):
                 continue
             if self._waiting.pop(request_id, None) is None:
                 for step in self._running:
                     step.aborted.add(request_id)
+        return records
+
+    def _record(self, name: str, reason: FinishReason) -> RequestRecord | None:
+        """Returns the record of a text that ends."""
+        return None if self._recorder is None else self._recorder.ended(name, reason)
 
     def step(self) -> list[TokenEvent]:
         """Start a step if there is one; the events of the oldest, once `depth` are in flight or no more can be started.
@@ -133,13 +145,16 @@ class EncoderCore(EngineLoop):
             self._counted.computed_tokens += (tokens := sum(text.spec.prompt_length for text in texts))
             self._counted.prefill_tokens += tokens
             self._counted.scheduled += len(texts)
+            names = [text.name for text in texts]
             if self._watch is not None:
-                self._watch.began([text.name for text in texts], tokens, max(text.spec.prompt_length for text in texts))
+                self._watch.began(names, tokens, max(text.spec.prompt_length for text in texts))
             began = time.monotonic()
-            for text in texts:
-                del self._waiting[text.name]
+            for name in names:
+                del self._waiting[name]
+            if self._recorder is not None:
+                self._recorder.began(names)
             if self._pictures is not None:
-                self._pictures.taken([text.name for text in texts])
+                self._pictures.taken(names)
             try:
                 pending = self._runner.start([text.picture or text.spec.prompt for text in texts])
             except Exception as error:
@@ -160,7 +175,13 @@ class EncoderCore(EngineLoop):
             self._watch.ended()
         self._counted.encoded_images += sum(text.picture is not None for text in step.texts)
         return [
-            TokenEvent(text.name, finish_reason="stop", queue_seconds=step.began - text.arrived_at, embedding=result)
+            TokenEvent(
+                text.name,
+                finish_reason="stop",
+                queue_seconds=step.began - text.arrived_at,
+                embedding=result,
+                record=self._record(text.name, "stop"),
+            )
             for text, result in zip(step.texts, results, strict=True)
             if text.name not in step.aborted
         ]
@@ -171,8 +192,17 @@ class EncoderCore(EngineLoop):
             return []
         ready, failed = self._pictures.finished()
         for text in ready:
+            if self._recorder is not None:
+                self._recorder.queued(text.name)
             self._enqueue(text)
-        return [TokenEvent(text.name, finish_reason="abort", stop_reason=reason) for text, reason in failed]
+        return [event for text, reason in failed for event in self._fail([text], reason)]
+
+    def _fail(self, texts: list[Text], reason: str) -> list[TokenEvent]:
+        """The last events of texts that end without a result."""
+        return [
+            TokenEvent(text.name, finish_reason="abort", stop_reason=reason, record=self._record(text.name, "abort"))
+            for text in texts
+        ]
 
     def _next(self) -> list[Text]:
         """Returns the texts of the next step: a part of one that failed, or the first by the policy."""
@@ -202,6 +232,8 @@ class EncoderCore(EngineLoop):
         if self._watch is not None:
             self._watch.ended()
         if len(texts) > 1:
+            if self._recorder is not None:
+                self._recorder.failed([text.name for text in texts])
             self._waiting.update((text.name, text) for text in texts)
             logger.warning("a step of %d requests failed; they are run again in halves", len(texts), exc_info=error)
             middle = len(texts) // 2
@@ -209,8 +241,7 @@ class EncoderCore(EngineLoop):
             return []
         for text in texts:
             logger.error("request %s ends: its step failed", text.name, exc_info=error)
-        reason = f"its step failed: {in_a_line(error)}"
-        return [TokenEvent(text.name, finish_reason="abort", stop_reason=reason) for text in texts]
+        return self._fail(texts, f"its step failed: {in_a_line(error)}")
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""

@@ -22,6 +22,7 @@ from kvern.engine.image_pool import image_pool, vision_here
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
+from kvern.engine.recorder import Recorder
 from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.slow_machine import SlowMachine
 from kvern.engine.step_baseline import step_times
@@ -126,7 +127,7 @@ def build_core(
     with startup.stage("pace"):
         pace = make_pace(config, folder, executor, layout, streams)
     executor.begin_counting()
-    timing = CoreTiming(pace, watch, factors=factors_of_steps(config, folder, layout))
+    timing = CoreTiming(pace, watch, factors=factors_of_steps(config, folder, layout), recorder=make_recorder(config))
     core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, timing)
     return core, spec, layout
 
@@ -192,7 +193,13 @@ def make_rank_core(
 ) -> EngineCore:
     """The core of one rank with requests of its own."""
     scheduler = make_scheduler(config, folder, layout, executor.tier)
-    return EngineCore(scheduler, executor, layout.depth, folder, prepares=True, drafting=drafting)
+    timing = CoreTiming(recorder=make_recorder(config))
+    return EngineCore(scheduler, executor, layout.depth, folder, True, drafting, timing)
+
+
+def make_recorder(config: EngineConfig) -> Recorder | None:
+    """Returns the maker of requests' records, if they are wanted."""
+    return Recorder() if config.request_records else None
 
 
 def make_drafting(config: EngineConfig, spec: ModelSpec, layout: Layout, draft: Path | None) -> Drafting | None:

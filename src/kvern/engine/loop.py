@@ -37,8 +37,11 @@ class EngineLoop(ABC):
     @abstractmethod
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
-    ) -> None:
-        """End requests from outside. Ended ones are ignored."""
+    ) -> list[TokenEvent]:
+        """End requests from outside: a client has gone, or a stop string was seen. Ended ones are ignored.
+
+        Returns events with the records of the others and nothing else, as far as they are known at once.
+        """
 
     @abstractmethod
     def step(self) -> list[TokenEvent]:

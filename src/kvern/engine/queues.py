@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvern.cache.manager import KVCacheManager
+from kvern.engine.recorder import Recorder
 from kvern.request.request import Request, State
 
 MOST_OWNERS = 1 << 14
@@ -211,6 +212,7 @@ class WaitingQueue:
         self._cache = cache
         self._running = running
         self._aging_steps = aging_steps
+        self.recorder: Recorder | None = None
         self._count = self._arrivals = 0
         self._numbers: dict[Request, int] = {}
         self._entries: dict[Request, Entry] = {}  # of those that are ready
@@ -297,12 +299,16 @@ class WaitingQueue:
         self._withdraw(request)
         self._causes[request] = cause
         self._parked.setdefault(cause, {})[request] = None
+        if self.recorder is not None:
+            self.recorder.parked(request, cause)
 
     def wake(self, cause: Cause) -> None:
         """Let those be ready that were parked for this."""
         for request in self._parked.pop(cause, ()):
             del self._causes[request]
             self._push(request)
+            if self.recorder is not None:
+                self.recorder.woken(request)
 
     def loaded(self, requests: Iterable[Request]) -> None:
         """Let those run that still wait for a load, or an image: it is there."""

@@ -27,6 +27,7 @@ from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.drafting.room import Wanted, to_guess, to_verify
 from kvern.engine.queues import Cause, Policy, RunningRequests, WaitingQueue, future_siblings
+from kvern.engine.recorder import Recorder
 from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
@@ -94,12 +95,17 @@ class Scheduler:
         self.preemption_count = 0
         self.blocked: Lack | None = None
         """The thing that the best waiting request lacked in the last step; None: none waits that could run."""
+        self._recorder: Recorder | None = None
         self._batch_open = True  # a static batch takes requests until slots, blocks or the queue are exhausted
         self.by_id: dict[str, Request] = {}  # of all that have not ended
         self._crowded: Request | None = None  # a span of its prompt has waited a step for a free budget
         self._awaited: set[Request] = set()  # waiting requests of which a step in flight samples something
         self._allowed: frozenset[str] | None = None
         self._wanted: Wanted | None = None
+
+    def observe(self, recorder: Recorder) -> None:
+        """Tell a recorder what becomes of requests."""
+        self._recorder = self.waiting.recorder = recorder
 
     @property
     def has_work(self) -> bool:
@@ -118,6 +124,8 @@ class Scheduler:
         """End a request, waiting or running, with all beams of its search; their blocks are free at once."""
         if request.state is State.FINISHED:
             return
+        if self._recorder is not None:
+            self._recorder.finished(request, reason)
         for member in [request] if request.search is None else request.search.requests:
             self.remove(member, keep_cached)
             member.answer.finish_reason = reason
@@ -192,7 +200,7 @@ class Scheduler:
     def undo(self, step: int) -> None:
         """The steps from `step` on did not happen, though they were planned: all that run lose their places."""
         for request in list(self.running):
-            self._preempt(request)
+            self._preempt(request, undone=True)
         for request in self._awaited:
             request.in_flight = request.drafts.in_flight = 0
             self.waiting.wake(request)
@@ -222,7 +230,7 @@ class Scheduler:
             return
         for request in list(self.running):
             if request.unit not in units:
-                self._preempt(request)
+                self._preempt(request, undone=True)
         for unit in units:
             self.waiting.wake(unit)
 
@@ -463,6 +471,8 @@ class Scheduler:
         """
         self.running.enter(request)
         self.cache.placed(request)
+        if self._recorder is not None:
+            self._recorder.entered(request)
         request.queue.running_since = self.step
         if request.prompt_scheduled:
             self.waiting.wake(request)
@@ -477,6 +487,8 @@ class Scheduler:
         if self.forks.cancel(request.slot):
             self.cache.retract(request)
         self.running.leave(request)
+        if self._recorder is not None:
+            self._recorder.left(request)
         if request.adapter is not None:
             self.adapters.leave(request.adapter)
         if keep_cached:
@@ -492,8 +504,11 @@ class Scheduler:
             self._awaited.add(request)
         self.waiting.add(request, self.step)
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, undone: bool = False) -> None:
+        """Let a running request wait; `undone`: a step failed."""
         self.remove(request)
+        if self._recorder is not None:
+            self._recorder.preempted(request, undone)
         self.preemption_count += 1
         self.requeue(request)
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvern.request.logprobs import LogprobRows
+from kvern.request.record import RequestRecord
 from kvern.request.request import FinishReason
 from kvern.request.store_figures import StoreFigures, summed
 
@@ -36,6 +37,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The accepted and the rejected drafts of the request's predicted output in this step."""
     loaded_tokens: Mapping[str, int] = {}
     """How many of `cached_tokens` each store of the tier gave for this request; reported once, if there is a tier."""
+    record: RequestRecord | None = None
+    """The record of the answer, with its last event, or in an event of its own if it was ended from outside."""
 
 
 CAUSES = (

@@ -23,7 +23,7 @@ MOST_CHUNKS = 32
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A part of the prompt that one step computed."""
+    """A part of the prompt that one step computed, or of the tokens that it computed again after it lost its row."""
 
     began: float
     """The time at which the step was submitted."""
@@ -39,33 +39,42 @@ class Gap(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     seconds: float
     began: float
-    cause: str
-    """`prefill` of others in its steps, `preempted`, `step` (a decode step took so long), or a `Wait`."""
+    cause: Literal["prefill", "preempted", "undone", "step"]
+    """The thing that came between: parts of prompts in the steps, the loss of its row, also by a step that failed
+    (`undone`), or nothing but a step that took so long."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The record of one answer in one engine."""
+    """The record of one answer in one engine; a beam search has one for all of its answers.
+
+    Of a search, a wait is time in which none of its beams has a row, and a step counts once for all beams in it.
+    """
 
     request_id: str
     arrived: float
     """The time at which the engine got it, in seconds since 1970."""
     prompt_tokens: int
     answer_tokens: int
+    """The tokens that this engine added to it."""
     finish_reason: str
     ended: float
     first_step: float | None = None
-    """The time at which the first step that computed some of it was submitted; None: none was."""
+    """The time at which the first step that computed some of it was planned; None: none was."""
     first_token: float | None = None
     waits: Mapping[Wait, float] = {}
-    """The seconds for which it had no row, by cause; those after a preemption are included."""
+    """The seconds for which it had no row, by cause; those after a preemption are included. Their sum is all of them.
+
+    It counts as `load` or `images` while it could not run for that, also if others were before it in the queue."""
     cached: Mapping[str, int] = {}
     """The prompt tokens that were not computed, by source: `device`, or the name of a store."""
     chunks: tuple[Chunk, ...] = ()
     """The first MOST_CHUNKS parts of the prompt that steps computed."""
     chunk_count: int = 0
     preemptions: tuple[float, ...] = ()
-    """The times at which it lost its row; the first MOST_CHUNKS."""
+    """The times at which it lost its row to others; the first MOST_CHUNKS."""
     preemption_count: int = 0
+    undone: int = 0
+    """The number of times it lost its row because a step failed, its own or one before it."""
     steps: int = 0
     """The number of steps that computed some of it."""
     company: float = 0.0

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from kvern.request.logprobs import LogprobRows, joined
+from kvern.request.record import RequestRecord
+from kvern.request.request_log import RequestLog
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.spans import Spans
 
@@ -42,6 +44,7 @@ class AnswerProgress:
     `reported_prompt_logprobs`: tokens from `params.prompt_logprobs_from` on whose log-probabilities were reported.
     `cached_tokens`: prompt tokens that came from the prefix cache; `loaded_tokens`: as many of these as were loaded for
     the request, by the stores of the cache's tier; empty without a tier, and when it was reported.
+    `log`: notes for its `record`, which is made when it ends; None if nobody keeps records, and then.
     """
 
     gathers: bool = False
@@ -52,6 +55,8 @@ class AnswerProgress:
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    log: RequestLog | None = None
+    record: RequestRecord | None = None
 
     def tell_loaded(self) -> Mapping[str, int]:
         """Returns `loaded_tokens` when it is first asked for."""

@@ -34,7 +34,7 @@ def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn
         except Exception as error:
             events += refused(spec, error)
     for request_ids, reason, stop_reason in message.finished:
-        core.finish(request_ids, reason, stop_reason)
+        events += core.finish(request_ids, reason, stop_reason)
     for key in message.unloaded:
         core.unload_adapter(key)
     if core.has_work:
@@ -96,11 +96,13 @@ class RankRequests:
         return message
 
     def hear(self, events: Sequence[TokenEvent], statistics: EngineStatistics, has_work: bool) -> list[TokenEvent]:
-        """Takes the results of a turn. Returns the events of answers that were not finished meanwhile."""
+        """Takes the results of a turn. Returns the events of answers that were not finished meanwhile, and records."""
         self.statistics, self.has_work = statistics, has_work
-        known = [event for event in events if event.request_id in self._asked]
+        known = [event for event in events if event.request_id in self._asked or event.record is not None]
         for event in known:
-            asked = self._asked[event.request_id]
+            asked = self._asked.get(event.request_id)
+            if asked is None:
+                continue
             if event.request_id == asked.spec.answer_ids[0]:
                 asked.answer += event.token_ids
             if event.finish_reason is not None:
@@ -166,10 +168,11 @@ class DPAttentionCore(EngineLoop):
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
-    ) -> None:
+    ) -> list[TokenEvent]:
         names = list(request_ids)
         for rank in self._ranks:
             rank.finish(names, reason, stop_reason)
+        return []  # each rank tells the records in its next turn
 
     def step(self) -> list[TokenEvent]:
         """Have all ranks take a turn. Raises EngineDied if a step of one of them fails, and whatever interrupts it."""

@@ -206,35 +206,35 @@ def serve(
     spoke = counted = time.monotonic()
     reading = core.count_experts() if counts else None
     adapters, weights = AdapterReader(core), WeightChanges(core)
-    refusals: list[TokenEvent] = []
+    early: list[TokenEvent] = []
     prepares, sleeps = True, False
     while os.getppid() == parent:
         reads = adapters.busy or weights.busy
         idle = READING_SECONDS if reads else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
-            if core.has_work or refusals or prepares or (sleeps and not reads):
-                idle = 0.0 if refusals or not core.has_work else core.spare_seconds()
+            if core.has_work or early or prepares or (sleeps and not reads):
+                idle = 0.0 if early or not core.has_work else core.spare_seconds()
             if not socket.poll(int(1000 * idle)):
                 break
             match decode_for_engine(socket.recv()):
                 case AddRequest() as message:
-                    refusals += add(core, message)
+                    early += add(core, message)
                 case FinishRequests(request_ids, reason, stop_reason):
-                    core.finish(request_ids, reason, stop_reason)
+                    early += core.finish(request_ids, reason, stop_reason)
                 case LoadAdapter(key, path):
                     adapters.read(key, path)
                 case UnloadAdapter(key):
                     adapters.unload(key)
                 case ReadWeights() | TakeWeights() | DropWeights() as message:
                     socket.send(encode(Busy()))  # to copy weights may take longer than steps
-                    refusals += weights.hear(message)
+                    early += weights.hear(message)
                 case Sleep():
                     sleeps = True
                 case Shutdown():
                     return
         for answer in (*adapters.answers(), *weights.answers()):
             socket.send(encode(answer))
-        if sleeps and not (core.has_work or refusals or adapters.busy or weights.busy):
+        if sleeps and not (core.has_work or early or adapters.busy or weights.busy):
             sleeps = False
             if not sleep(socket, core, running, parent):
                 return
@@ -243,7 +243,7 @@ def serve(
             prepares = core.idle()
         started = time.monotonic()
         worked = core.has_work
-        events, refusals = refusals + (core.step() if worked else []), []
+        events, early = early + (core.step() if worked else []), []
         now = time.monotonic()
         rests = worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
