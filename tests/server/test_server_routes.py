@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from kvern import LLM
 from kvern.api.text_pairs import read_rerank
 from kvern.errors import ConfigError
+from kvern.request.events import CAUSES
 from kvern.server.config import ServerConfig
 from tests.support.served import KEY, QUESTION, Served, serving
 from tests.support.tiny_model import TEMPLATE, make_tiny_model
@@ -183,6 +185,25 @@ def test_load_is_what_runs_and_for_those_who_watch(server: Served, guarded: Serv
         assert server.raw("GET", "/load")[2] == {"server_load": 1}
     assert guarded.raw("GET", "/load")[0] == 403
     assert guarded.raw("GET", "/load", key=f"{KEY}-operator")[2] == {"server_load": 0}
+
+
+def test_engines_tell_their_verdict_and_oldest_requests_to_those_who_watch(server: Served, guarded: Served) -> None:
+    body: dict[str, Any] = {"prompt": "Once", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    with server.client().completions.create(model="kvern-1m", stream=True, **body) as stream:
+        next(stream)
+        [engine] = server.raw("GET", "/v1/engines")[2]["data"]
+        assert (engine["model"], engine["engine"], engine["ready"]) == ("kvern-1m", "0", True)
+        [request] = engine["oldest_requests"]
+        assert request["id"] and request["seconds"] > 0 and 0 < request["tokens"] <= 400
+    until = time.monotonic() + 60
+    while (engine := server.raw("GET", "/v1/engines")[2]["data"][0])["verdict"] is None:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    verdict = engine["verdict"]
+    assert verdict["cause"] in CAUSES and 0 < verdict["share"] <= 1 and verdict["evidence"] and verdict["action"]
+    assert f'cause="{verdict["cause"]}"' in ask(server, "GET", "/metrics")[2]
+    assert guarded.raw("GET", "/v1/engines")[0] == 403
+    assert guarded.raw("GET", "/v1/engines", key=f"{KEY}-operator")[0] == 200
 
 
 def test_who_pings_needs_no_key(guarded: Served) -> None:

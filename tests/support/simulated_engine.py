@@ -84,6 +84,8 @@ class SimulatedEngine:
         pace = Pace(costs, float(setup.step_rows), False, lambda: self.device.clock) if setup.step_rows else None
         drafting = AnyLength(None if setup.on_device else self, VOCABULARY, setup.drafts) if setup.drafts else None
         self.host_seconds = 0.0
+        self.longer_rests = 0.0
+        """The seconds by which each rest of the core is longer on its clock."""
         recorder = Recorder(lambda: self.device.clock + sum(self.rests))
         timing = CoreTiming(pace, clock=self._clock, sleep=self._rest, factors=factors, recorder=recorder)
         self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, timing=timing)
@@ -107,7 +109,7 @@ class SimulatedEngine:
 
     def _rest(self, seconds: float) -> None:
         self.rests.append(seconds)
-        self.host_seconds += seconds
+        self.host_seconds += seconds + self.longer_rests
         self.records.passed(seconds)
 
     def _note(self, event: TokenEvent) -> None:

@@ -3,7 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { Facts, Stores, Version } from "./facts.jsx";
 import { NONE, number, percent, seconds } from "./format.js";
 import { SECONDS, parse, point, restarted } from "./metrics.js";
-import { metrics } from "./server.js";
+import { engines, metrics } from "./server.js";
 
 const EVERY = 1000; // milliseconds
 
@@ -41,12 +41,13 @@ const TOTALS = {
 };
 
 export function Engine({ shown }) {
-  const [{ readings, points, failure }, setState] = useState({ readings: [], points: [] });
+  const [{ readings, points, failure, verdicts }, setState] = useState({ readings: [], points: [] });
   const [pointed, setPointed] = useState(null);
   usePolling(shown, async (signal) => {
     try {
-      const text = await metrics(signal);
-      setState((state) => grown(state, parse(text, performance.now() / 1000)));
+      const [text, told] = await Promise.all([metrics(signal), engines(signal)]);
+      const verdicts = told.filter(({ verdict }) => verdict);
+      setState((state) => ({ ...grown(state, parse(text, performance.now() / 1000)), verdicts }));
     } catch (error) {
       const failure = [403, 404].includes(error.status) ? "This server has no metrics, or they are not for this key: those with admin=1 or metrics=1 may read them." : error.message;
       if (!signal.aborted) setState((state) => ({ ...state, failure }));
@@ -68,6 +69,7 @@ export function Engine({ shown }) {
     <div class="engine">
       <Facts />
       <Stores stores={readings.at(-1).stores} />
+      <Verdicts verdicts={verdicts} />
       <h2>Figures</h2>
       <p class={failure ? "failure" : "hint"} role={failure ? "alert" : undefined}>
         {failure ?? (ago ? `${ago} s ago` : "The last two minutes, every second. Latencies and hits are over ten seconds.")}
@@ -87,6 +89,22 @@ export function Engine({ shown }) {
       </dl>
       <Version />
     </div>
+  );
+}
+
+/** What most of the last seconds of each engine went to, and what helps. */
+function Verdicts({ verdicts }) {
+  if (!verdicts.length) return null;
+  return (
+    <section class="verdict">
+      <h2>Where the time goes</h2>
+      {verdicts.map(({ model, engine, verdict: { share, evidence, action } }) => (
+        <p key={`${model} ${engine}`}>
+          {verdicts.length > 1 && `${model}, engine ${engine}: `}
+          {evidence} ({percent(share)} of the time): {action}.
+        </p>
+      ))}
+    </section>
   );
 }
 

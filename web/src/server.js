@@ -48,6 +48,9 @@ const post = (path, body, signal) =>
 
 export const metrics = async (signal) => (await request("metrics", { signal })).text();
 
+/** Each engine, with the verdict on its last seconds. */
+export const engines = async (signal) => (await (await request("v1/engines", { signal })).json()).data;
+
 /** The number of tokens that a request's prompt has. */
 export const countTokens = async ({ model, messages, tools }, signal) =>
   (await (await post("tokenize", { model, messages, ...(tools && { tools }) }, signal)).json()).count;

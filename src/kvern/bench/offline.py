@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from kvern.bench.percentile import percentile
 from kvern.bench.record import Case, Record, figure, make_record
@@ -20,6 +21,7 @@ from kvern.engine.encoder_core import EncoderCore
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError, without_passwords
 from kvern.observe.metrics import DraftFigures
+from kvern.observe.verdict import Verdict, judge
 from kvern.request.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
@@ -34,6 +36,7 @@ class OfflineRun:
     between_tokens: list[float]
     prefix_cache_hit_rate: float
     drafts: DraftFigures
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineR
     last = [0.0] * len(workload.prompts)
     first_token: list[float] = []
     between_tokens: list[float] = []
+    middle = before
     began = time.perf_counter()
     for index, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
         engine.add(str(index), prompt, params[length])
@@ -137,6 +141,8 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineR
         for output in changed:
             if output.finished:
                 output.check()
+                if middle is before:
+                    middle = copy.copy(core.statistics())
             index, count = int(output.request_id), len(output.outputs[0].token_ids)
             if count > seen[index]:
                 if seen[index]:
@@ -148,7 +154,9 @@ def run_once(engine: Engine, workload: Workload, temperature: float) -> OfflineR
     after = core.statistics()
     queried = after.queried_tokens - before.queried_tokens
     hits = (after.cached_tokens - before.cached_tokens) / queried if queried else 0.0
-    return OfflineRun(seconds, first_token, between_tokens, hits, DraftFigures.between(before, after))
+    crowded = replace(after, kv_cache_usage=middle.kv_cache_usage, running=middle.running, waiting=middle.waiting)
+    verdict, drafts = judge(before, crowded), DraftFigures.between(before, after)
+    return OfflineRun(seconds, first_token, between_tokens, hits, drafts, verdict)
 
 
 def _forget_prefixes(engine: Engine) -> None:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvern.cli.output import check_least, make_table, print_tables, say
+from kvern.cli.output import check_least, make_table, print_lines, print_tables, say
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, KvernError
 
@@ -64,6 +64,8 @@ class Offline:
             say(f"nothing is predicted: {error}")
             predicted = []
         _print(results, predicted)
+        verdicts = ((result.workload.name, result.runs[-1].verdict) for result in results)
+        print_lines(*(f"{name}: {verdict}" for name, verdict in verdicts if verdict is not None))
         for name, said in store_rows(engine.statistics().stores):
             say(f"{name}: {said}")
         if self.json is not None:

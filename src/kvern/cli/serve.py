@@ -65,7 +65,8 @@ class ServeCommand:
             return
         stamp = f"{STAMP} " if tells_time() else ""
         logging.basicConfig(format="%(asctime)skvern: %(message)s", datefmt=stamp, level=logging.WARNING)
-        logging.getLogger("kvern.requests").setLevel(logging.INFO)
+        for name in ("kvern.requests", "kvern.verdict"):
+            logging.getLogger(name).setLevel(logging.INFO)
         uvloop.run(serve(engine, self.server, process, _say, signals, models))
 
 

@@ -346,9 +346,12 @@ class EngineCore(EngineLoop):
     def _rest(self) -> None:
         """Waits a little for what is loaded."""
         self._sleep(LOADING_SECONDS)
-        states = {request.state for request in self.scheduler.waiting}
-        cause = "tier" if State.LOADING in states else "images" if State.ENCODING in states else "host"
-        self._seconds.rests(cause if self.scheduler.has_work else "idle")  # a tier may still save
+        if not self.scheduler.has_work:
+            self._seconds.rests("idle")  # a tier still saves
+        elif any(request.state is State.LOADING for request in self.scheduler.waiting):
+            self._seconds.rests("tier")
+        else:
+            self._seconds.rests("images" if self.scheduler.cache.is_loading else "host")
 
     def _submit(self, output: SchedulerOutput) -> None:
         load = load_of(output.scheduled, output.encoding)

@@ -275,7 +275,7 @@ class Metrics:
         self._target.set(statistics.target_itl)
         self._ratio.set(statistics.step_time_ratio)
         self.stores.update(statistics.stores)
-        self.time.hear(statistics)
+        self.time.hear(statistics, self.engine_name)
         steps = statistics.steps - seen.steps
         if not steps:
             return

@@ -87,6 +87,7 @@ class Server:
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.description),
             Route("/docs", self.documentation),
+            Route("/v1/engines", self.engines),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{model:path}", self.model),
             *self.apis.routes(without=OF_ONE_SERVER if self._figures_of_all else ()),
@@ -134,6 +135,11 @@ class Server:
         """GET /load: the number of requests in the server, for load balancers."""
         self._check_watcher(request)
         return json_response({"server_load": self.service.load})
+
+    async def engines(self, request: Request) -> Response:
+        """GET /v1/engines: the state of each engine, with the verdict on its last seconds."""
+        self._check_watcher(request)
+        return json_response({"object": "list", "data": self.service.states()})
 
     async def version(self, request: Request) -> Response:
         """GET /version: the version of kvern."""

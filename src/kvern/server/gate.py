@@ -121,7 +121,7 @@ def _shown(value: bytes) -> str:
 logger = logging.getLogger("kvern.requests")
 
 OPEN_ROUTES = ("/health", "/ping")
-PROBES = ("/metrics", "/load", "/ready", "/version", "/health", "/ping")
+PROBES = ("/metrics", "/v1/engines", "/load", "/ready", "/version", "/health", "/ping")
 """Routes that a key with metrics=1 may read. Log and metrics leave out what programs ask there all the time."""
 NOBODY = "-"
 """The name in log and metrics of who sent no key that is known."""

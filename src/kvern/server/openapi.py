@@ -95,6 +95,8 @@ RECORDS = {
     "conversation": "id!=text",
     "text_object": "text!=name",
     "engine": "model!=text engine!=text ready!=bool",
+    "engine_state": "model!=text engine!=text ready!=bool verdict=verdict? oldest_requests!=[object]",
+    "verdict": "cause!=text share!=number evidence!=text action!=text",
     "ollama_options": "*ollama_sampling num_predict=int? repeat_penalty=number?",
     "ollama_model": "model!=text name!=text",
     "logprob": "index!=int logprob!=number tokens!=int is_greedy!=bool token_ids=[int] token_logprobs=[number]",
@@ -127,6 +129,7 @@ CLAUDE_PAGE = "limit=page_size after_id=text before_id=text"
 
 IDENTIFIED = "id!=text object!=text"
 LISTING = "object!=/list data!=[object]"
+ENGINES = "object!=/list data!=[engine_state]"
 OLLAMA_LISTING = "models!=[ollama_model]"
 COMPLETED = "id!=text object!=any created!=any model!=any choices!=[object] usage!=object"
 TYPED = "id!=text type!=text"
@@ -188,6 +191,7 @@ OPERATIONS = (
     Operation("GET /load", "Number of requests in flight.", "server_load!=int", (403,)),
     Operation("GET /version", "The version of kvern.", "version!=text"),
     Operation("GET /metrics", "Metrics for Prometheus.", kind=PLAIN),
+    Operation("GET /v1/engines", "Engines, and what most of their last seconds went to.", ENGINES, (403,)),
     Operation(
         "POST /tokenize",
         "Tokenize a text or a conversation.",

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 RATE_WINDOW = 128
 """The number of a key's last answers from which its rate is estimated."""
+OLDEST = 5
+"""Requests of each engine that reports name."""
 LONGEST_RETRY = 60
 WAITED: ContextVar[float] = ContextVar("WAITED", default=0.0)
 """The seconds that this request has waited for its model's first wake, which are a part of its `timeout`."""
@@ -385,6 +387,24 @@ class Service:
             for one in several
             for replica in one.client.replicas
         ]
+
+    def states(self) -> list[dict[str, object]]:
+        """Returns the state of each engine: its verdict, and those of its requests that have been here longest."""
+        now, found = time.monotonic(), list[dict[str, object]]()
+        for one in self.engines:
+            for replica in one.client.replicas:
+                verdict = replica.metrics.time.verdict
+                oldest = sorted(replica.workload.running.values(), key=lambda generation: generation.asked)[:OLDEST]
+                found.append(
+                    {
+                        "model": one.models[0],
+                        "engine": replica.name,
+                        "ready": replica.supervisor.is_ready,
+                        "verdict": verdict and {**verdict._asdict(), "share": round(verdict.share, 3)},
+                        "oldest_requests": [generation.told(now) for generation in oldest],
+                    }
+                )
+        return found
 
     def engine_of(self, model: object) -> ServedEngine:
         """Returns the engine for a name. Raises HttpError if there is none."""

@@ -64,6 +64,11 @@ class Generation:
         """Returns its durations if it ends now."""
         return RequestTimes(now - self.asked, now - self.first if self.first else None)
 
+    def told(self, now: float) -> dict[str, object]:
+        """Returns its id, with its seconds and tokens so far."""
+        tokens = sum(len(answer.token_ids) for answer in self.output.outputs)
+        return {"id": self.output.request_id, "seconds": round(now - self.asked, 3), "tokens": tokens}
+
     def fail(self, error: KvernError) -> None:
         """Ends it with this error."""
         self.error = error

@@ -1,0 +1,233 @@
+"""Each cause of lost time is provoked, and named, and no other."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvern import LLM, SamplingParams
+from kvern.observe.engine_time import EngineTime
+from kvern.observe.verdict import LEAST, SAYS, WINDOW, VerdictWatch, judge
+from kvern.planning import hardware
+from kvern.planning.estimate import StepFactors
+from kvern.planning.hardware import Card
+from kvern.request.events import CAUSES, EngineStatistics
+from tests.support.internals import engine_of
+from tests.support.simulated_device import Setup
+from tests.support.simulated_engine import FACTORS, SimulatedEngine
+from tests.support.simulated_images import ImageEngine, ImageSetup
+
+ROOMY = Setup(slots=4, max_model_len=60, spare_blocks=60, spare_budget=60)
+PROMPT = [0] * 18
+
+
+def crowd(setup: Setup, factors: StepFactors | None = FACTORS, count: int = 6) -> SimulatedEngine:
+    """Requests that decode for long, as many at a time as there is room for."""
+    engine = SimulatedEngine(setup, factors)
+    for number in range(count):
+        engine.add([number % 3], 20)
+    return engine
+
+
+def prompts() -> SimulatedEngine:
+    engine = SimulatedEngine(ROOMY)
+    for number in range(8):
+        engine.add([number % 3, number // 3] + [1] * 50, 1)
+    return engine
+
+
+def late_host() -> SimulatedEngine:
+    """The host takes long to plan a step."""
+    engine = crowd(ROOMY)
+    schedule = engine.scheduler.schedule
+
+    def late(*arguments: Any) -> Any:
+        engine.host_seconds += 50
+        return schedule(*arguments)
+
+    engine.scheduler.schedule = late  # type: ignore[assignment, method-assign]
+    return engine
+
+
+def adapters() -> SimulatedEngine:
+    engine = SimulatedEngine(replace(ROOMY, adapter_places=1))
+    for number in range(6):
+        engine.add([number % 3], 20, adapter=number)
+    return engine
+
+
+def from_a_tier() -> SimulatedEngine:
+    engine = SimulatedEngine(Setup(tier_pages=20, tier_delay=4))
+    prompt = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    engine.add(prompt, 1)
+    engine.run()
+    engine.cache.tree.evict(20)
+    engine.longer_rests = 100.0
+    engine.add(prompt, 1)
+    return engine
+
+
+def images() -> SimulatedEngine:
+    engine = ImageEngine(ImageSetup(max_model_len=24, places=24))
+    engine.longer_rests = 100.0
+    engine.see([0, 1, 1, 0], [(1, 3)], 2)
+    return engine
+
+
+def grammars() -> SimulatedEngine:
+    """A request whose grammar is ready when the core has looked for it twice."""
+    engine, looks = SimulatedEngine(ROOMY), list[None]()
+    request = engine.add(PROMPT, 1)[0]
+    engine.scheduler.remove(request)
+    engine.scheduler.forget(request)
+
+    class Preparing(Future[None]):
+        def done(self) -> bool:
+            looks.append(None)
+            engine.host_seconds += 50
+            return len(looks) > 4
+
+    engine.core._held[request.request_id] = request, Preparing()
+    return engine
+
+
+def nobody() -> SimulatedEngine:
+    engine = SimulatedEngine(ROOMY)
+    engine.host_seconds += 100
+    return engine
+
+
+PROVOKED: dict[str, Callable[[], SimulatedEngine]] = {
+    "weights": lambda: crowd(replace(ROOMY, slots=6)),
+    "keys": lambda: crowd(replace(ROOMY, slots=6), replace(FACTORS, keys=[(0, 1.0)])),
+    "products": prompts,
+    "collectives": lambda: crowd(replace(ROOMY, slots=6), replace(FACTORS, sums=30.0)),
+    "step": lambda: crowd(replace(ROOMY, slots=6), None),
+    "host": late_host,
+    "blocks": lambda: crowd(replace(ROOMY, max_model_len=24, spare_blocks=0, prefix_cache=False)),
+    "rows": lambda: crowd(replace(ROOMY, slots=1)),
+    "adapter": adapters,
+    "batch": lambda: crowd(replace(ROOMY, continuous=False, slots=2)),
+    "tier": from_a_tier,
+    "images": images,
+    "grammar": grammars,
+    "idle": nobody,
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_what_was_provoked_is_named_and_nothing_else(cause: str) -> None:
+    engine = PROVOKED[cause]()
+    before = copy(engine.core.statistics()) if cause != "idle" else EngineStatistics()
+    for _ in range(300):
+        if not engine.core.has_work:
+            break
+        engine.step()
+        after = copy(engine.core.statistics())
+        if after.waiting == 0 and cause in ("rows", "blocks", "adapter", "batch"):
+            break
+    found = judge(before, engine.core.statistics())
+    assert found is not None and found.cause == cause
+    assert found.share > 0.5
+
+
+def after(seconds: dict[str, float], **figures: Any) -> EngineStatistics:
+    return EngineStatistics(seconds=tuple(seconds.get(cause, 0.0) for cause in CAUSES), **figures)
+
+
+def test_evidence_has_numbers_and_one_action() -> None:
+    figures = {"steps": 100, "scheduled": 250, "reading": (7.36, 8.0), "bandwidth": 4.1e12}
+    found = judge(EngineStatistics(), after({"weights": 8.0, "idle": 2.0}, **figures))
+    assert found is not None and str(found) == (
+        "decode reads weights at 92% of 4.1 TB/s, for 2.5 requests a step (80% of the time): only more requests a "
+        "step, fewer bits or a second card make it faster"
+    )
+    found = judge(EngineStatistics(), after({"blocks": 7.1, "weights": 2.9}, kv_cache_usage=0.98))
+    assert found is not None and str(found).startswith(
+        "requests wait for blocks of the KV cache, of which 98% are in use (71% of the time): "
+    )
+
+
+def test_every_cause_can_be_told_on_a_machine_of_unknown_speed() -> None:
+    assert set(SAYS) == set(CAUSES)
+    for cause in CAUSES:
+        found = judge(EngineStatistics(), after({cause: 1.0}))
+        assert found is not None and found.cause == cause and "{" not in str(found)
+    assert judge(EngineStatistics(), EngineStatistics()) is None, "an encoder's seconds are not counted"
+
+
+class Spending:
+    """An engine that spends seconds on causes."""
+
+    def __init__(self) -> None:
+        self.spent = dict.fromkeys(CAUSES, 0.0)
+
+    def spend(self, seconds: float, **shares: float) -> EngineStatistics:
+        for cause, share in shares.items():
+            self.spent[cause] += seconds * share
+        return after(self.spent)
+
+
+def test_causes_of_like_size_do_not_alternate() -> None:
+    watch, engine, changes = VerdictWatch(), Spending(), 0
+    for second in range(200):
+        more = 0.5 + (0.04 if second // 30 % 2 else -0.04)
+        changes += watch.hear(engine.spend(1.0, weights=more, products=1 - more))
+    assert changes == 1
+
+
+def test_a_new_cause_is_named_within_a_minute() -> None:
+    watch, engine = VerdictWatch(), Spending()
+    for _ in range(100):
+        watch.hear(engine.spend(1.0, weights=0.9, idle=0.1))
+    assert watch.verdict is not None and watch.verdict.cause == "weights"
+    seconds = 0
+    while watch.verdict.cause != "blocks":
+        watch.hear(engine.spend(1.0, blocks=0.6, weights=0.4))
+        seconds += 1
+    assert seconds <= WINDOW
+
+
+def test_there_is_no_verdict_at_once() -> None:
+    watch, engine = VerdictWatch(), Spending()
+    for _ in range(int(LEAST)):
+        assert not watch.hear(engine.spend(1.0, weights=1.0))
+    assert watch.hear(engine.spend(1.0, weights=1.0))
+    watch.forget()
+    assert watch.verdict is None
+
+
+def test_the_log_is_told_once_and_no_more_than_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    time, engine = EngineTime({"model_name": "m"}), Spending()
+    with caplog.at_level("INFO", "kvern.verdict"):
+        for second in range(600):
+            cause = ("idle", "weights", "blocks")[second // 25 % 3]
+            time.hear(engine.spend(1.0, **{cause: 1.0}), "1")
+    told = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith("engine 1: ") for line in told) and "no requests" not in "".join(told)
+    assert 2 <= len(told) <= 11
+
+
+def test_few_blocks_are_named_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a CPU of known speed, on which weights take longer than the products of a row."""
+    card = Card("CPU", 1e9, 1e9, 1e12, 1e12, host=True)
+    monkeypatch.setattr(hardware, "quickly_measured_host", lambda: card)
+    llm = LLM("kvern-1m", kv_cache_tokens=160, max_model_len=160, threads=1)
+    engine = engine_of(llm)
+    before = copy(engine.statistics())
+    llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=120, ignore_eos=True))
+    found = judge(before, engine.statistics())
+    assert found is not None and found.cause == "blocks", engine.statistics().seconds
+
+
+def test_a_model_that_is_not_described_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "engine_card", lambda gpus: None)
+    llm = LLM("kvern-1m", threads=1)
+    before = copy(engine_of(llm).statistics())
+    llm.generate("Once upon a time", SamplingParams(max_tokens=100, ignore_eos=True))
+    after = engine_of(llm).statistics()
+    found = dict(zip(CAUSES, after.seconds, strict=True))
+    assert found["step"] > 0 and not found["weights"] and before.bandwidth == 0
