@@ -45,7 +45,7 @@ def software() -> Software:
         kvern=__version__,
         commit=_commit(),
         python=platform.python_version(),
-        torch=torch.__version__ if torch else _version("torch"),
+        torch=str(torch.__version__) if torch else _version("torch"),
         cuda=torch.version.cuda if torch else None,
         triton=_version("triton"),
     )

@@ -208,6 +208,8 @@ COMMANDS = {
     ("bench", "offline"): "kvern.cli.bench:Offline",
     ("bench", "serve"): "kvern.cli.bench_serve:ServeBench",
     ("bench", "kernels"): "kvern.cli.bench:Kernels",
+    ("bench", "compare"): "kvern.cli.bench_compare:CompareCommand",
+    ("bench", "gate"): "kvern.cli.bench_compare:GateCommand",
     ("completion",): "kvern.cli.completion:CompletionCommand",
     ("profile",): "kvern.cli.bench:ProfileCommand",
 }
@@ -276,7 +278,9 @@ def check_word(arguments: Sequence[str]) -> None:
 def check_words(arguments: Sequence[str], command: str, kind: type) -> None:
     """Raises ConfigError if a command has too few arguments beside its options, or too many."""
     known = list(positional(kind))
-    needed = [field.default for field in dataclasses.fields(kind)][: len(known)].count(dataclasses.MISSING)
+    fields = dataclasses.fields(kind)[: len(known)]
+    needed = [field.default for field in fields].count(dataclasses.MISSING)
+    takes_many = any(typing.get_origin(typing.get_type_hints(kind)[field.name]) is tuple for field in fields)
     given = [argument for argument in arguments if not argument.startswith("--")]
     takes = " ".join(["kvern", command, *(f"[{name}]" if optional else name for name, _, optional in known)])
     if wrong := [word for word in given if re.fullmatch("-[A-Za-z]+", word)]:
@@ -285,7 +289,7 @@ def check_words(arguments: Sequence[str], command: str, kind: type) -> None:
         missing = " and ".join(name for name, _, _ in known[len(given) : needed])
         other = f"; to talk to a model: kvern chat {given[0]}" if command == "run" and given else ""
         raise ConfigError(f"give {missing}: {takes} [options]{other}")
-    if len(given) > len(known):
+    if len(given) > len(known) and not takes_many:
         quotes = ", and a text with blanks stands in quotes" if command == "chat" else ""
         raise ConfigError(f"{given[len(known)]!r} is too much: the command is {takes} [options]{quotes}")
 
