@@ -141,6 +141,7 @@ class ImageEngine(SimulatedEngine):
     def __init__(self, setup: ImageSetup) -> None:
         super().__init__(setup)
         self.device: ImageDevice = ImageDevice(setup, self.requests)
+        self.device.records = self.records
         pool = self.cache.extension(ImagePool)
         assert pool is not None
         self.images = pool
