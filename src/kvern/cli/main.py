@@ -198,6 +198,7 @@ COMMANDS = {
     ("list",): "kvern.cli.hub:ListCommand",
     ("rm",): "kvern.cli.hub:RemoveCommand",
     ("engines",): "kvern.cli.engines:EnginesCommand",
+    ("top",): "kvern.cli.top:TopCommand",
     ("cache", "ls"): "kvern.cli.cache:CacheListCommand",
     ("cache", "stats"): "kvern.cli.cache:CacheStatsCommand",
     ("cache", "clear"): "kvern.cli.cache:CacheClearCommand",

@@ -24,7 +24,7 @@ SAYS = {
     ),
     "products": (
         "steps multiply{speed}, {tokens:.0f} tokens a step of which {prompts:.0%} are of prompts",
-        "prompts that begin alike, weights in 8 bits or a second card make it faster",
+        "weights in 8 bits or a second card make it faster, and prompts that begin alike spare it",
     ),
     "collectives": (
         "cards exchange sums, {tokens:.0f} tokens a step",

@@ -1,0 +1,63 @@
+"""A running server, asked over HTTP by commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RemoteServer:
+    """The server at a URL; the key is that of OPENAI_API_KEY if it is None."""
+
+    base_url: str
+    api_key: str | None = None
+    timeout: float | None = None
+    """Seconds until an answer must come; None: any number."""
+
+    def read(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """Returns the server's answer, also that it is not ready.
+
+        Raises ConfigError if it refuses, with its reason, or if nobody is there.
+        """
+        base = self.base_url.rstrip("/")
+        if not base.startswith(("http://", "https://")):
+            raise ConfigError(f"the server's URL is {self.base_url}: it must begin with http:// or https://")
+        key = self.api_key or os.environ.get("OPENAI_API_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        content = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(base + path, content, headers)  # noqa: S310 (its scheme is checked)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            content = error.read()
+            told = _object(content)
+            if "ready" in told:
+                return content
+            reason = told.get("error", {}).get("message", f"status {error.code}")
+            raise ConfigError(f"{base} refuses: {reason}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{base} does not answer as kvern serve does: {error}") from error
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the server's answer, a JSON object. Raises ConfigError as `read`."""
+        try:
+            return dict(json.loads(self.read(path, body)))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.base_url} does not answer as kvern serve does: {error}") from error
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """Decodes an answer; empty if it is no JSON object."""
+    try:
+        told = json.loads(content)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}

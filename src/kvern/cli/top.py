@@ -1,0 +1,190 @@
+"""``kvern top``: what a running server does, in a terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvern.cli.output import check_least, make_table, print_lines, print_tables
+from kvern.cli.remote import RemoteServer
+from kvern.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PATIENCE = 5.0
+"""Seconds until an answer must come."""
+STATES = ("cold", "asleep", "awake")
+"""States of one of several models, as `kvern:model_state` counts them."""
+
+
+class EngineName(NamedTuple):
+    """The labels of an engine's metrics; `engine` is empty where a model has one."""
+
+    model: str
+    engine: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The figures of all engines at a time, by their names without `kvern:`."""
+
+    time: float
+    figures: dict[EngineName, dict[str, float]]
+    told: Sequence[dict[str, Any]] = ()
+    """The answer of /v1/engines: verdicts, and the oldest requests."""
+
+
+@dataclass(frozen=True)
+class TopCommand:
+    """Watch a running server: its engines, their queues and speed, what their time goes to, and the oldest requests.
+
+    Ctrl-C ends it.
+    """
+
+    url: str = "http://127.0.0.1:8000"
+    """URL of the server: http://host:port or https://host, with a prefix if it has one."""
+    api_key: str | None = None
+    """API key, sent as bearer token; of several keys one with admin=1 or metrics=1. None: OPENAI_API_KEY, if it is
+    set."""
+    interval: int = 1
+    """Seconds between two looks."""
+    once: bool = False
+    """Print one look and end: with exit code 1 if the server does not answer. So it is without a terminal."""
+
+    def execute(self) -> int:
+        """Shows the server until Ctrl-C, and returns the exit code. Raises ConfigError for a wrong URL."""
+        check_least(self, "interval")
+        top = Top(RemoteServer(self.url, self.api_key, PATIENCE))
+        try:
+            if self.once or not sys.stdout.isatty():
+                return self._print(top)
+            self._watch(top)
+        except KeyboardInterrupt:
+            pass
+        return 0
+
+    def _print(self, top: Top) -> int:
+        for wait in (self.interval, 0):
+            top.look()
+            if top.failure is not None:
+                sys.stderr.write(f"kvern top: {top.failure}\n")
+                return 1
+            time.sleep(wait)  # rates need two looks
+        print_tables(*top.tables())
+        print_lines(*top.lines())
+        return 0
+
+    def _watch(self, top: Top) -> None:
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.text import Text
+
+        console = Console(markup=False, emoji=False, highlight=False)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                top.look()
+                failure = [] if top.failure is None else [Text(f"{top.failure}; it is asked again", style="bold")]
+                live.update(Group(*failure, *top.tables(), *map(Text, top.lines())), refresh=True)
+                time.sleep(self.interval)
+
+
+@dataclass
+class Top:
+    """The last two readings of a server."""
+
+    server: RemoteServer
+    failure: str | None = None
+    """Why the last look brought nothing; what was seen before stays."""
+    _seen: list[Reading] = field(default_factory=list)
+
+    def look(self) -> None:
+        """Reads the server's figures anew."""
+        try:
+            figures = read_figures(self.server.read("/metrics").decode(errors="replace"))
+            told = self.server.ask("/v1/engines").get("data", [])
+        except ConfigError as error:
+            self.failure = str(error)
+            self._seen = self._seen[-1:]
+            return
+        self.failure = None
+        self._seen = [*self._seen[-1:], Reading(time.monotonic(), figures, told)]
+
+    def tables(self) -> Iterator[Table]:
+        """Yields the engines, and the oldest requests; nothing before the first reading."""
+        if not self._seen:
+            return
+        title = f"{self.server.base_url}, {time.strftime('%H:%M:%S')}"
+        names = "model", "state", "run", "wait", "in tok/s", "out tok/s", "KV", "hits", "GPU GB", "GPU"
+        table = make_table(*names, title=title, words=("state",))
+        before, now = self._seen[0], self._seen[-1]
+        for name, figures in now.figures.items():
+            table.add_row(*row_of(name, figures, before.figures.get(name, {}), now.time - before.time))
+        yield table
+        requests = make_table("oldest requests", "model", "seconds", "tokens", words=("model",))
+        for one in now.told:
+            for request in one["oldest_requests"]:
+                seconds, tokens = f"{request['seconds']:.1f}", f"{request['tokens']:,}"
+                requests.add_row(str(request["id"]), shown(one, now.told), seconds, tokens)
+        if requests.rows:
+            yield requests
+
+    def lines(self) -> Iterator[str]:
+        """Yields the verdict on each engine."""
+        told = self._seen[-1].told if self._seen else ()
+        for one in told:
+            if (verdict := one.get("verdict")) is not None:
+                evidence = f"{verdict['evidence']} ({verdict['share']:.0%} of the time): {verdict['action']}"
+                yield f"{shown(one, told)}: {evidence}"
+
+
+def shown(one: dict[str, Any], told: Sequence[dict[str, Any]]) -> str:
+    """Returns an engine's name: its model's, with its number if the model has several."""
+    siblings = sum(other["model"] == one["model"] for other in told)
+    return f"{one['model']} {one['engine']}" if siblings > 1 else str(one["model"])
+
+
+def read_figures(text: str) -> dict[EngineName, dict[str, float]]:
+    """Returns the metrics of a text in Prometheus's format by engine, summed over other labels. Raises ConfigError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[EngineName, dict[str, float]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = EngineName(sample.labels.get("model_name", ""), sample.labels.get("engine", ""))
+                figures, figure = found.setdefault(name, {}), sample.name.removeprefix("kvern:")
+                if sample.name.startswith("kvern:") and "le" not in sample.labels:
+                    figures[figure] = figures.get(figure, 0.0) + sample.value
+    except ValueError as error:
+        raise ConfigError(f"/metrics is not in Prometheus's format: {error}") from error
+    return {name: figures for name, figures in found.items() if {"engine_ready", "model_state"} & figures.keys()}
+
+
+def row_of(name: EngineName, now: dict[str, float], before: dict[str, float], seconds: float) -> list[str]:
+    """Returns the cells of an engine; those are empty of which nothing is known."""
+
+    def grown(figure: str) -> float:
+        return max(now.get(figure, 0.0) - before.get(figure, math.inf), 0.0)
+
+    queried = grown("prefix_cache_queries_total")
+    memory = "gpu_memory_used_bytes", "gpu_memory_total_bytes"
+    used, total = (now.get(figure, 0.0) / 1e9 for figure in memory)
+    ready = now.get("engine_ready", math.nan)
+    state = STATES[int(now.get("model_state", 0))] if math.isnan(ready) else "ready" if ready else "not ready"
+    return [
+        " ".join(name).strip(),
+        state,
+        f"{now.get('num_requests_running', 0):.0f}",
+        f"{now.get('num_requests_waiting', 0):.0f}",
+        f"{grown('prompt_tokens_total') / seconds:,.0f}" if seconds else "",
+        f"{grown('generation_tokens_total') / seconds:,.0f}" if seconds else "",
+        f"{now.get('kv_cache_usage_perc', 0):.0%}",
+        f"{grown('prefix_cache_hits_total') / queried:.0%}" if queried else "",
+        f"{used:.0f} / {total:.0f}" if total else "",
+        f"{now['gpu_utilization']:.0%}" if "gpu_utilization" in now else "",
+    ]

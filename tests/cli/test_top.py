@@ -1,0 +1,134 @@
+"""``kvern top``: what it shows of a server, and that it outlives one."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvern.cli.main import main
+from kvern.cli.output import print_tables
+from kvern.cli.remote import RemoteServer
+from kvern.cli.top import EngineName, Top, read_figures, row_of
+from kvern.errors import ConfigError
+from tests.support.served import Served, serving
+
+METRICS = """
+kvern:engine_ready{engine="0",model_name="big"} 1.0
+kvern:engine_ready{engine="1",model_name="big"} 0.0
+kvern:num_requests_running{engine="0",model_name="big"} 3.0
+kvern:num_requests_waiting{engine="0",model_name="big"} 2.0
+kvern:generation_tokens_total{engine="0",model_name="big"} TOKENS
+kvern:prefix_cache_queries_total{engine="0",model_name="big"} TOKENS
+kvern:prefix_cache_hits_total{engine="0",model_name="big"} 5.0
+kvern:gpu_memory_used_bytes{engine="0",model_name="big"} 7e10
+kvern:gpu_memory_total_bytes{engine="0",model_name="big"} 15e10
+kvern:gpu_utilization{engine="0",model_name="big"} 0.98
+kvern:kv_cache_usage_perc{engine="0",model_name="big"} 0.5
+kvern:model_state{model_name="asleep one"} 1.0
+kvern:http_requests_total{key="me",model_name="other",status="200"} 1.0
+"""
+VERDICT = {"cause": "rows", "share": 0.7, "evidence": "2 requests wait", "action": "more rows"}
+
+
+class Canned(RemoteServer):
+    """A server that answers what it was given; None: it is away."""
+
+    def __init__(self, *tokens: float | None) -> None:
+        super().__init__("http://there")
+        object.__setattr__(self, "tokens", list(tokens))
+
+    tokens: list[float | None]
+
+    def read(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        if self.tokens[0] is None:
+            self.tokens.pop(0)
+            raise ConfigError("http://there does not answer")
+        if path == "/v1/engines":
+            requests = [{"id": "r1", "seconds": 12.34, "tokens": 1500}]
+            told = [{"model": "big", "engine": "0", "ready": True, "verdict": VERDICT, "oldest_requests": requests}]
+            told.append({**told[0], "engine": "1", "verdict": None, "oldest_requests": []})
+            self.tokens.pop(0)
+            return json.dumps({"data": told}).encode()
+        return METRICS.replace("TOKENS", str(self.tokens[0])).encode()
+
+
+def cells(top: Top) -> list[list[str]]:
+    """The rows of the first table."""
+    table = next(top.tables())
+    return [list(row) for row in zip(*(map(str, column.cells) for column in table.columns), strict=True)]
+
+
+def test_engines_and_models_are_rows() -> None:
+    top = Top(Canned(10.0))
+    top.look()
+    assert [row[:4] for row in cells(top)] == [
+        ["big 0", "ready", "3", "2"],
+        ["big 1", "not ready", "0", "0"],
+        ["asleep one", "asleep", "0", "0"],
+    ]
+    assert cells(top)[0][6:] == ["50%", "", "70 / 150", "98%"]
+    assert list(top.lines()) == ["big 0: 2 requests wait (70% of the time): more rows"]
+
+
+def test_rates_are_between_two_looks() -> None:
+    name = EngineName("big", "0")
+    before, now = (read_figures(METRICS.replace("TOKENS", tokens))[name] for tokens in ("10", "60"))
+    assert row_of(name, now, before, 2.0)[5] == "25"
+    assert row_of(name, before, now, 2.0)[5] == "0", "its engine has started anew"
+    assert row_of(name, now, {}, 2.0)[5] == "0", "it was not there before"
+    with pytest.raises(ConfigError, match="Prometheus"):
+        read_figures("<html>")
+
+
+def test_what_was_seen_stays_while_the_server_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+    top = Top(Canned(10.0, None, None, 20.0))
+    assert not list(top.tables()) and not list(top.lines())
+    for failure in (None, "http://there does not answer", "http://there does not answer", None):
+        top.look()
+        assert top.failure == failure
+        assert len(cells(top)) == 3
+    print_tables(*top.tables())
+    assert "r1" in (told := capsys.readouterr().out) and "12.3" in told and "1,500" in told
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving("--model", "kvern-1m", "--threads", "1") as served:
+        yield served
+
+
+def test_one_look_at_a_real_server(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    url = server.url.removesuffix("/v1")
+    server.client().completions.create(model="kvern-1m", prompt="Once", max_tokens=20)
+    assert main(["top", "--once", "--url", url]) == 0
+    assert "kvern-1m  ready" in capsys.readouterr().out
+    assert main(["top", "--once", "--url", "http://127.0.0.1:9"]) == 1
+    told = capsys.readouterr()
+    assert not told.out and "does not answer" in told.err and "Traceback" not in told.err
+
+
+def test_a_terminal_shows_it_until_it_is_interrupted(server: Served) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    command = [sys.executable, "-m", "kvern", "top", "--url", server.url.removesuffix("/v1")]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown, until = b"", time.monotonic() + 60
+    try:
+        while b"kvern-1m" not in shown and time.monotonic() < until:
+            if select.select([ours], [], [], 1.0)[0]:
+                shown += os.read(ours, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"kvern-1m" in shown and b"Traceback" not in shown
