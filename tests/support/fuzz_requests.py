@@ -376,6 +376,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"max_tokens": 1, "temperature": 1},
     "/v1/responses": {"max_output_tokens": 1, "temperature": 1},
     "/v1/messages": {"max_tokens": 1, "temperature": 1},
+    "/v1/profile": {"steps": 1, "seconds": 0.1},
     "/api/chat": {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 1, "temperature": 1}},
     "/api/generate": {"prompt": "a", "options": {"num_predict": 1, "temperature": 1}},
 }

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from kvern.bench.record import Case, figure
 from kvern.bench.workloads import Workload
-from kvern.cpu.library import recorded
 from kvern.engine.engine import Engine
 from kvern.request.sampling_params import SamplingParams
+from kvern.runner.step_profile import DEVICE, HOST, profiled
 
 PARTS = (
     ("ranks", r"_peer_|nccl"),
@@ -75,7 +74,7 @@ def profile_workload(engine: Engine, workload: Workload, steps: int, warmup: int
             if engine.has_work:
                 engine.step()
         taken = 0
-        with recorded(), profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+        with profiled([DEVICE if on_gpu else HOST]) as profiler:
             began = time.perf_counter()
             while taken < steps and engine.has_work:
                 engine.step()
@@ -88,7 +87,7 @@ def profile_workload(engine: Engine, workload: Workload, steps: int, warmup: int
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for event in profiler.events() or ():
+    for event in profiler.events() or ():  # type: ignore[no-untyped-call]
         if on_gpu and event.device_type == DeviceType.CUDA:
             microseconds = event.device_time
         elif not on_gpu and event.device_type == DeviceType.CPU:

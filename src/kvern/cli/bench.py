@@ -152,7 +152,8 @@ class Kernels:
 class ProfileCommand:
     """Show where the time of a workload's steps goes: a table by part of the model, and a Chrome trace.
 
-    Open the trace in ui.perfetto.dev or chrome://tracing.
+    Open the trace in ui.perfetto.dev or chrome://tracing. With --base-url the trace is of a running server's next
+    steps, whatever they compute, and nothing is started here.
     """
 
     workload: str = "decode8"
@@ -161,6 +162,12 @@ class ProfileCommand:
     """Steps to profile."""
     warmup: int = 10
     """Steps before them, for the prompts and the capture of CUDA graphs."""
+    base_url: str | None = None
+    """URL of a running server to profile: http://host:port or https://host, with a prefix if it has one."""
+    api_key: str | None = None
+    """API key with admin=1 for that server. None: OPENAI_API_KEY, if it is set."""
+    seconds: float = 30.0
+    """Time that the server waits for its steps, which requests cause."""
     output: Path | None = None
     """File for the trace, FILE.json or FILE.json.gz."""
     json: Path | None = None
@@ -171,11 +178,13 @@ class ProfileCommand:
 
     def execute(self) -> int:
         """Print the tables and return the exit code. Raises KvernError."""
+        check_least(self, "steps")
+        if self.base_url is not None:
+            return self._profile_server(self.base_url)
         from kvern.bench.offline import record_of
         from kvern.bench.profile import profile_workload
         from kvern.bench.record import check_target, write_record
 
-        check_least(self, "steps")
         if self.json is not None:
             check_target(self.json)
         engine, (workload, *_) = start_for((self.workload,), self.engine)
@@ -195,6 +204,25 @@ class ProfileCommand:
             say(f"trace: {self.output}")
         if self.json is not None:
             say(f"record: {write_record(record_of('profile', engine, [found.case(workload)]), self.json)}")
+        return 0
+
+    def _profile_server(self, base_url: str) -> int:
+        """Writes the trace of a running server's next steps. Raises ConfigError."""
+        import gzip
+
+        from kvern.cli.remote import RemoteServer
+
+        if self.output is None or self.json is not None:
+            raise ConfigError("base_url takes the trace of a server: give output, a file for it, and no json")
+        if not self.output.parent.is_dir():
+            raise ConfigError(f"output is {self.output}: there is no folder {self.output.parent}")
+        asked = {"steps": self.steps, "seconds": self.seconds}
+        trace = RemoteServer(base_url, self.api_key).read("/v1/profile", asked)
+        try:
+            self.output.write_bytes(gzip.compress(trace) if self.output.suffix == ".gz" else trace)
+        except OSError as error:
+            raise ConfigError(f"output cannot be written: {error}") from error
+        say(f"trace: {self.output}")
         return 0
 
 

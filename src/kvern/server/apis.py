@@ -70,6 +70,7 @@ POST   /v1/load_lora_adapter                               admin:AdaptersApi.loa
 POST   /v1/unload_lora_adapter                             admin:AdaptersApi.unload
 POST   /v1/add_engine                                      admin:EnginesApi.add
 POST   /v1/remove_engine                                   admin:EnginesApi.remove
+POST   /v1/profile                                         profile:ProfileApi.take
 POST   /tokenize                                           tokens:Tokens.tokenize
 POST   /detokenize                                         tokens:Tokens.detokenize
 POST   /api/chat                                           ollama:OllamaApi.answer

@@ -50,7 +50,7 @@ SMALLEST_VOCABULARY = 256
 """The vocabulary that the API's description assumes before any of several models was awake."""
 BATCH_ROWS = 256
 """Rows of batches that run at once on a server of several models."""
-OF_ONE_SERVER = ("admin:EnginesApi", "weights:WeightsApi")
+OF_ONE_SERVER = ("admin:EnginesApi", "weights:WeightsApi", "profile:ProfileApi")
 """Handlers that know the engines of one server process alone, of several that share the requests."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

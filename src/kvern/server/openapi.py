@@ -27,6 +27,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.server.handlers.batches import ENDPOINTS
 from kvern.server.handlers.files import MOST_ON_PAGE, OUTPUT, PURPOSES
 from kvern.server.handlers.message_batches import JSON_LINES
+from kvern.serving.client_traces import MOST_SECONDS, MOST_STEPS
 from kvern.tools.tool_format import NAME
 from kvern.version import __version__
 
@@ -62,6 +63,8 @@ TYPES: dict[str, Schema] = {
     "file": {"type": "string", "contentMediaType": BINARY},
     "any_token": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
     "event_number": {"type": "integer", "minimum": 0, "maximum": 2**31},
+    "trace_steps": {"type": "integer", "minimum": 1, "maximum": MOST_STEPS},
+    "trace_seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS},
     "page_size": {"type": "integer", "minimum": 1, "maximum": MOST_ON_PAGE},
 }
 RECORDS = {
@@ -254,6 +257,13 @@ OPERATIONS = (
         IDENTIFIED,
         (403,),
         "model=model? engine!=name grace_seconds=grace",
+    ),
+    Operation(
+        "POST /v1/profile",
+        "A Chrome trace of an engine's next steps, while it serves; needs an API key with admin=1.",
+        "traceEvents!=[object]",
+        (403, 409),
+        "model=model? engine=text? steps=trace_steps? seconds=trace_seconds?",
     ),
     Operation(
         f"POST {COMPLETIONS}",

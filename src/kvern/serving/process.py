@@ -29,6 +29,7 @@ from kvern.models.folder import folder_here
 from kvern.request.events import TokenEvent
 from kvern.runner import ahead
 from kvern.runner.startup import Startup
+from kvern.serving.engine_traces import StepTraces
 from kvern.serving.engine_weights import WeightChanges
 from kvern.serving.wire import (
     AdapterRead,
@@ -45,6 +46,7 @@ from kvern.serving.wire import (
     Sleep,
     Slept,
     Start,
+    TakeTrace,
     TakeWeights,
     UnloadAdapter,
     Wake,
@@ -203,13 +205,14 @@ def serve(
 
     `watch` knows how long the core's steps may take. `running` as in `forget`.
     """
-    spoke = counted = time.monotonic()
-    reading = core.count_experts() if counts else None
+    spoke = time.monotonic()
+    experts = ExpertCounts(core) if counts else None
     adapters, weights = AdapterReader(core), WeightChanges(core)
+    traces = StepTraces(core)
     early: list[TokenEvent] = []
     prepares, sleeps = True, False
     while os.getppid() == parent:
-        reads = adapters.busy or weights.busy
+        reads = adapters.busy or weights.busy or traces.busy
         idle = READING_SECONDS if reads else HEARTBEAT_SECONDS
         for _ in range(MOST_MESSAGES):
             if core.has_work or early or prepares or (sleeps and not reads):
@@ -228,13 +231,16 @@ def serve(
                 case ReadWeights() | TakeWeights() | DropWeights() as message:
                     socket.send(encode(Busy()))  # to copy weights may take longer than steps
                     early += weights.hear(message)
+                case TakeTrace() as message:
+                    socket.send(encode(Busy()))  # the profiler may start slowly
+                    traces.begin(message)
                 case Sleep():
                     sleeps = True
                 case Shutdown():
                     return
-        for answer in (*adapters.answers(), *weights.answers()):
+        for answer in (*adapters.answers(), *weights.answers(), *traces.answers()):
             socket.send(encode(answer))
-        if sleeps and not (core.has_work or early or adapters.busy or weights.busy):
+        if sleeps and not (core.has_work or early or adapters.busy or weights.busy or traces.busy):
             sleeps = False
             if not sleep(socket, core, running, parent):
                 return
@@ -243,17 +249,13 @@ def serve(
             prepares = core.idle()
         started = time.monotonic()
         worked = core.has_work
-        events, early = early + (core.step() if worked else []), []
+        events, early = early + (traces.step() if worked else []), []
         now = time.monotonic()
         rests = worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
             told = Events(events, core.statistics(), now - started, 0.0 if watch is None else watch.silence)
-            if reading is not None and (rests or now - counted >= COUNT_SECONDS):
-                if rests:
-                    reading = core.count_experts()  # for which no step is waited for
-                told.expert_tokens = reading()
-                reading = core.count_experts()
-                counted = now
+            if experts is not None:
+                told.expert_tokens = experts.due(rests, now)
             socket.send(encode(told))
             spoke = now
 
@@ -265,6 +267,26 @@ def add(core: EngineLoop, message: AddRequest) -> list[TokenEvent]:
     except Exception as error:
         return refused(message.spec, error)
     return []
+
+
+class ExpertCounts:
+    """Reads now and then how many tokens each expert has had, without waiting for a step."""
+
+    def __init__(self, core: EngineLoop) -> None:
+        self._core = core
+        self._reading = core.count_experts()
+        self._counted = time.monotonic()
+
+    def due(self, rests: bool, now: float) -> list[list[int]]:
+        """Returns the counts of each layer if they are due; `rests`: no step runs."""
+        if not rests and now - self._counted < COUNT_SECONDS:
+            return []
+        self._counted = now
+        if rests:
+            self._reading = self._core.count_experts()
+        tokens = self._reading()
+        self._reading = self._core.count_experts()
+        return tokens
 
 
 class AdapterReader:

@@ -31,6 +31,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.serving.child import EngineProcess
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
 from kvern.serving.client_inputs import ClientInputs
+from kvern.serving.client_traces import EngineTraces
 from kvern.serving.client_weights import ClientWeights, EngineWeights
 from kvern.serving.link import EngineLink
 from kvern.serving.places import Place, check_memory, place_of, places_of
@@ -38,7 +39,7 @@ from kvern.serving.prefix_record import PrefixRecord, piece_keys
 from kvern.serving.probation import Probation
 from kvern.serving.recovery import Recovery
 from kvern.serving.supervisor import Death, Supervisor, until_one_is_available
-from kvern.serving.wire import AdapterRead, Heard, Ready, WeightsRead, WeightsTaken
+from kvern.serving.wire import AdapterRead, Heard, Ready, TraceTaken, WeightsRead, WeightsTaken
 from kvern.serving.workload import Generation, Turns, Workload
 
 logger = logging.getLogger("kvern")
@@ -61,6 +62,7 @@ class Replica:
         self.supervisor = Supervisor(place.config(config), self, place, process)
         self.adapters = EngineAdapters(self.supervisor)
         self.weights = EngineWeights(self.supervisor)
+        self.traces = EngineTraces(self.supervisor)
         self.record = PrefixRecord()
         self._siblings = siblings
         self._probation = Probation()
@@ -105,6 +107,8 @@ class Replica:
             if isinstance(message, WeightsTaken):
                 self.metrics.weights_changed()
                 self.remember(self.record.is_kept, anew=True)
+        elif isinstance(message, TraceTaken):
+            self.traces.hear(message)
         else:
             self._latest = message.statistics
             self.metrics.step(message.statistics, message.seconds)
@@ -176,6 +180,7 @@ class Replica:
         """The engine has ended: what it was reading is not read, and what it had read is gone."""
         self.adapters.interrupt(error)
         self.weights.interrupt(error)
+        self.traces.interrupt(error)
 
     def resume(self) -> None:
         """Give a new engine what it may work on now."""

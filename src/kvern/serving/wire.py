@@ -73,6 +73,13 @@ class DropWeights(WireMessage):
     """Forget weights that are being read, or were read and not taken."""
 
 
+class TakeTrace(WireMessage):
+    """Profile the next steps, of those that run within so many seconds; TraceTaken will come."""
+
+    steps: int
+    seconds: float
+
+
 class Sleep(WireMessage):
     """Give back the memory of weights and KV cache once nothing runs, and say Slept."""
 
@@ -155,6 +162,13 @@ class WeightsTaken(WireMessage):
     version: str
 
 
+class TraceTaken(WireMessage):
+    """A Chrome trace as JSON, compressed by gzip, or why there is none."""
+
+    trace: bytes = b""
+    error: str | None = None
+
+
 class Events(WireMessage):
     """The results of one step and the engine's statistics after it; without events a sign of life."""
 
@@ -177,10 +191,11 @@ decode_for_engine = msgspec.msgpack.Decoder(
     | ReadWeights
     | TakeWeights
     | DropWeights
+    | TakeTrace
     | Sleep
     | Wake
     | Shutdown
 ).decode
-Heard = AdapterRead | WeightsRead | WeightsTaken | Events
+Heard = AdapterRead | WeightsRead | WeightsTaken | TraceTaken | Events
 """The messages of an engine while it takes requests, besides signs of life."""
 decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | Slept | Woken | Heard).decode
