@@ -58,7 +58,7 @@ class SlowMachine:
             return []
         idle = (passed[3] + passed[4]) / sum(passed)
         steal = passed[STEAL] / sum(passed)
-        return [f"the processor was idle for {idle:.0%} of its time, and other virtual machines had {steal:.0%}"]
+        return [f"The processor was idle for {idle:.0%} of its time, and other virtual machines had {steal:.0%}"]
 
     def _waits(self) -> list[str]:
         """Returns how long processes waited for a processor, and its clock."""

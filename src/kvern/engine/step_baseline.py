@@ -121,10 +121,11 @@ class StepTimes:
 
 def step_times(config: EngineConfig, layout: Layout, model: Mapping[str, object]) -> StepTimes:
     """Returns the times of an engine with this configuration; `model` is what its config.json says."""
+    plain = EngineConfig()
     options = {
         field.name: str(getattr(config, field.name))
         for field in dataclasses.fields(config)
-        if field.name not in SAME_SPEED and getattr(config, field.name) != field.default
+        if field.name not in SAME_SPEED and getattr(config, field.name) != getattr(plain, field.name)
     }
     digest = hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:32]
     sizes = f"{layout.dtype}, {layout.token_bytes} bytes a token"

@@ -78,7 +78,8 @@ class Bucket(NamedTuple):
 
     def shown(self) -> str:
         """Returns the bucket in words."""
-        rows = f"{_least(self.rows, 4)} to {_least(self.rows + 1, 4) - 1} rows"
+        first, last = _least(self.rows, 4), _least(self.rows + 1, 4) - 1
+        rows = f"{first} rows" if first >= last else f"{first} to {last} rows"
         keys = (
             f"below {_least(self.keys + 1, 2):,}"
             if self.keys == (FEW_KEYS**2).bit_length()
