@@ -19,7 +19,8 @@ class Clocked:
 
     def __init__(self, factors: StepFactors | None = FACTORS, overlaps: bool = False) -> None:
         self.now = 0.0
-        self.seconds = StepSeconds(factors, overlaps, lambda: self.now)
+        self.seconds = StepSeconds(overlaps, lambda: self.now)
+        self.seconds.divide(factors)
 
     @property
     def spent(self) -> dict[str, float]:
@@ -147,3 +148,14 @@ def test_metrics_count_on_when_the_engine_is_replaced() -> None:
         for cause in CAUSES
     }
     assert {cause: spent for cause, spent in found.items() if spent} == {"weights": 1.5, "idle": 2.0}
+
+
+def test_an_engine_that_works_does_not_report_after_each_step() -> None:
+    clocked, statistics = Clocked(), EngineStatistics()
+    for step in range(100):
+        clocked.step(StepLoad(rows=1), 0.03)
+        clocked.seconds.report(statistics, works=True)
+        assert clocked.now - sum(statistics.seconds) < 0.1
+        assert step or not statistics.seconds
+    clocked.seconds.report(statistics)
+    assert sum(statistics.seconds) == pytest.approx(clocked.now)

@@ -87,10 +87,11 @@ class SimulatedEngine:
         self.longer_rests = 0.0
         """The seconds by which each rest of the core is longer on its clock."""
         recorder = Recorder(lambda: self.device.clock + sum(self.rests))
-        timing = CoreTiming(pace, clock=self._clock, sleep=self._rest, factors=factors, recorder=recorder)
+        timing = CoreTiming(pace, clock=self._clock, sleep=self._rest, factors=lambda: factors, recorder=recorder)
         self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, timing=timing)
         self.records = self.device.records = RecordChecks(self.scheduler)
         self._begun = self.now
+        self.core.statistics()  # in this idle moment it divides steps from then on
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
         self._preemptions: dict[Request, int] = {}

@@ -60,8 +60,8 @@ class CoreTiming(NamedTuple):
     """Seconds, from any moment on."""
     sleep: Callable[[float], None] = time.sleep
     """Waits for so many seconds."""
-    factors: "StepFactors | None" = None
-    """The parts of a step's time; None: nobody knows how fast this machine is."""
+    factors: "Callable[[], StepFactors | None]" = lambda: None
+    """Makes, in an idle moment, the estimates of the parts of steps; None: nobody knows how fast this machine is."""
     recorder: Recorder | None = None
     """Makes the records that the last events of answers have; None: they have none."""
 
@@ -107,7 +107,8 @@ class EngineCore(EngineLoop):
         self.executor = executor
         self._stages = ToldStages(scheduler.limits.stages)
         self._depth = depth
-        self._seconds = StepSeconds(timing.factors, depth > 1, timing.clock)
+        self._seconds = StepSeconds(depth > 1, timing.clock)
+        self._make_factors: Callable[[], StepFactors | None] | None = timing.factors
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics(target_itl=self._pace.target)
         self._trial = Trial()
@@ -129,7 +130,13 @@ class EngineCore(EngineLoop):
 
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
+        self._divide_steps()
         return self.executor.idle()
+
+    def _divide_steps(self) -> None:
+        if self._make_factors is not None:
+            make, self._make_factors = self._make_factors, None
+            self._seconds.divide(make())
 
     sleeps = True
 
@@ -421,9 +428,11 @@ class EngineCore(EngineLoop):
 
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
-        if not self.has_work:
+        works = self.has_work
+        if not works:
+            self._divide_steps()
             self._seconds.rests("idle")
-        self._seconds.report(self._counted)
+        self._seconds.report(self._counted, works)
         self.scheduler.cache.count(self._counted)
         self._counted.preemptions = self.scheduler.preemption_count
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)

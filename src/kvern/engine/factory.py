@@ -132,21 +132,25 @@ def build_core(
     return core, spec, layout
 
 
-def factors_of_steps(config: EngineConfig, folder: Path, layout: Layout) -> "StepFactors | None":
-    """What parts of steps should take, by the estimates of `kvern plan`; None where there are none."""
-    from kvern.planning.choice import model_of
-    from kvern.planning.estimate import Split, step_factors
-    from kvern.planning.hardware import engine_card
+def factors_of_steps(config: EngineConfig, folder: Path, layout: Layout) -> "Callable[[], StepFactors | None]":
+    """What finds how long parts of steps should take by the estimates of `kvern plan`; None where there are none."""
 
-    card = engine_card(layout.gpus)
-    if card is None:
-        return None
-    split = Split(config.tensor_parallel_size, 1, config.pipeline_parallel_size, config.enable_expert_parallel)
-    try:
-        return step_factors(model_of(config, folder), card, split, layout.token_bytes)
-    except KvernError as error:  # a model that cannot be described, such as one with code of its own
-        logger.info("the seconds of steps are not divided: %s", error)
-        return None
+    def found() -> "StepFactors | None":
+        from kvern.planning.choice import model_of
+        from kvern.planning.estimate import Split, step_factors
+        from kvern.planning.hardware import engine_card
+
+        card = engine_card(layout.gpus)
+        if card is None:
+            return None
+        split = Split(config.tensor_parallel_size, 1, config.pipeline_parallel_size, config.enable_expert_parallel)
+        try:
+            return step_factors(model_of(config, folder), card, split, layout.token_bytes)
+        except KvernError as error:  # a model that cannot be described, such as one with code of its own
+            logger.info("the seconds of steps are not divided: %s", error)
+            return None
+
+    return found
 
 
 def usable_tiers(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

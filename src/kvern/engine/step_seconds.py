@@ -31,6 +31,8 @@ BLOCKS, ROWS, ADAPTER, BATCH, TIER = (PLACES[cause] for cause in CAUSES[6:11])
 LACKS: dict[str | None, int] = {"blocks": BLOCKS, "rows": ROWS, "adapter": ADAPTER, "batch": BATCH}
 AT_ONCE = 0.0001
 """The seconds in which a result is returned that was ready before."""
+REPORT_SECONDS = 0.1
+"""The seconds between two reports while the engine works."""
 GAIN = 0.1
 """The share of its error by which a step corrects the ratio of measured to estimated times."""
 LARGEST = 2.0
@@ -41,18 +43,12 @@ Parts = tuple[float, float, float, float]
 class StepSeconds:
     """Is told by the core when steps begin and end, and what nothing ran for.
 
-    factors     estimates of the parts of steps; None: nobody knows how fast this machine is
     overlaps    steps are submitted while others run
     """
 
-    def __init__(
-        self,
-        factors: "StepFactors | None" = None,
-        overlaps: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._factors = factors
-        self._overhead = 0.0 if factors is None else factors.overhead
+    def __init__(self, overlaps: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._factors: StepFactors | None = None
+        self._overhead = 0.0
         self._overlaps = overlaps
         self._clock = clock
         self._spent = [0.0] * len(CAUSES)
@@ -63,6 +59,12 @@ class StepSeconds:
         self._awaited = 0.0
         self._exact, self._ratio = True, 1.0
         self._reads = self._computes = 0.0
+        self._reported = self._until
+
+    def divide(self, factors: "StepFactors | None") -> None:
+        """Divide steps from now on by estimates of their parts; None: nobody knows how fast this machine is."""
+        self._factors = factors
+        self._overhead = 0.0 if factors is None else factors.overhead
 
     def rests(self, cause: str) -> None:
         """Nothing has run since the last call, because of this."""
@@ -73,7 +75,8 @@ class StepSeconds:
         """A step is about to be submitted, while the best waiting request has this `lack`."""
         now = self._clock()
         if not self._begun:
-            self._pass(HOST, now)
+            self._spent[HOST] += now - self._until
+            self._until = now
         if not load.rows and not load.encoding:
             self._begun.append((None, TIER, now))
         elif self._factors is None:
@@ -104,12 +107,15 @@ class StepSeconds:
             elif known and took > 0:
                 self._ratio += GAIN * self._ratio * (min(took / expected, LARGEST) - 1)
         factor, spent = took / whole, self._spent
-        spent[cause] += factor * weights
+        if weights:
+            spent[cause] += factor * weights
         spent[KEYS] += factor * keys
-        spent[PRODUCTS] += factor * products
-        spent[COLLECTIVES] += factor * collectives
         self._reads += weights + keys
-        self._computes += products
+        if products:
+            spent[PRODUCTS] += factor * products
+            self._computes += products
+        if collectives:
+            spent[COLLECTIVES] += factor * collectives
         self._until += took
         if self._overlaps:
             self._pass(HOST, max(self._until, self._begun[0][2]) if self._begun else now)
@@ -119,8 +125,11 @@ class StepSeconds:
         self._pass(STEP, self._clock())
         self._begun.clear()
 
-    def report(self, statistics: EngineStatistics) -> None:
-        """Write what is known into the statistics."""
+    def report(self, statistics: EngineStatistics, works: bool = False) -> None:
+        """Write what is known into the statistics; while the engine `works`, not after each step."""
+        if works and self._until < self._reported + REPORT_SECONDS:
+            return
+        self._reported = self._until
         statistics.seconds = tuple(self._spent)
         if (factors := self._factors) is not None:
             spent = self._spent
