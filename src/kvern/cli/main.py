@@ -199,6 +199,7 @@ COMMANDS = {
     ("rm",): "kvern.cli.hub:RemoveCommand",
     ("engines",): "kvern.cli.engines:EnginesCommand",
     ("top",): "kvern.cli.top:TopCommand",
+    ("explain",): "kvern.cli.explain:ExplainCommand",
     ("cache", "ls"): "kvern.cli.cache:CacheListCommand",
     ("cache", "stats"): "kvern.cli.cache:CacheStatsCommand",
     ("cache", "clear"): "kvern.cli.cache:CacheClearCommand",

@@ -494,7 +494,7 @@ class EngineCore(EngineLoop):
                     request.answer.cached_tokens,
                     request.answer.finish_reason,
                     request.answer.stop_reason,
-                    request.queue.seconds if request.output_length == len(token_ids) else 0.0,
+                    _queue_seconds(request) if request.output_length == len(token_ids) else 0.0,
                     result.embeddings.get(item.slot) if request.spec.embed else None,
                     predicted_tokens=predicted,
                     loaded_tokens=request.answer.tell_loaded(),
@@ -510,6 +510,12 @@ class EngineCore(EngineLoop):
             self.scheduler.finish(request, "stop", token_id)
         elif full:
             self.scheduler.finish(request, "length")
+
+
+def _queue_seconds(request: Request) -> float:
+    """Returns the seconds from the arrival to the first step, those of the record if there is one."""
+    noted = request.answer.log or request.answer.record
+    return request.queue.seconds if noted is None else noted.first_step or 0.0
 
 
 def _not_yet_reported(request: Request, start: int, logprobs: LogprobRows | None) -> LogprobRows | None:

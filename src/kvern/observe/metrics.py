@@ -15,6 +15,7 @@ from kvern.observe.engine_time import EngineTime
 from kvern.plugins import imported
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
+from kvern.request.record import WAITS, RequestRecord
 from kvern.request.store_figures import GAUGES, StoreFigures, summed
 
 
@@ -249,6 +250,14 @@ class Metrics:
         self._queue = self._by_reason("request_queue_time_seconds", "From arrival to the first step.")
         self._prefill = self._by_reason("request_prefill_time_seconds", "From the first step to the first token.")
         self._decode = self._by_reason("request_decode_time_seconds", "From the first token to the last.")
+        self._waits = self._family(
+            Counter,
+            "request_wait_seconds",
+            "Seconds for which answers that have ended had no row, by what they waited for.",
+            "cause",
+        )
+        for cause in WAITS:
+            self._waits.labels(**self._labels, cause=cause)
         self._prompt_length = histogram("request_prompt_tokens", "Tokens of one prompt.", TOKENS)
         self._answer_length = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
         self.experts = ExpertTokens(self._labels)
@@ -340,6 +349,11 @@ class Metrics:
         self._prompt_length.observe(len(output.prompt_token_ids))
         for answer in output.outputs:
             self._answer_length.observe(len(answer.token_ids))
+
+    def recorded(self, record: RequestRecord) -> None:
+        """Records what an answer that has ended waited for."""
+        for cause, seconds in record.waits.items():
+            self._waits.labels(**self._labels, cause=cause).inc(seconds)
 
     def _by_reason(self, name: str, text: str) -> Histogram:
         return self._family(Histogram, name, text, "finished_reason", buckets=SECONDS)

@@ -5,7 +5,7 @@ that arrival; a request that another engine continued has a record of each engin
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -19,6 +19,7 @@ Those in the queue wait for what the first of it lacks, or, if it lacks nothing,
 wait for their grammar, a load from a tier, their images, the prompt of the sample that leads them (`turn`), or for
 others that run apart because a step failed (`trial`).
 """
+WAITS: tuple[Wait, ...] = (*get_args(Lack), *get_args(get_args(Wait)[1]))
 MOST_CHUNKS = 32
 
 

@@ -71,6 +71,7 @@ POST   /v1/unload_lora_adapter                             admin:AdaptersApi.unl
 POST   /v1/add_engine                                      admin:EnginesApi.add
 POST   /v1/remove_engine                                   admin:EnginesApi.remove
 POST   /v1/profile                                         profile:ProfileApi.take
+GET    /v1/requests/{request_id:path}/explain              explain:Requests.explain
 POST   /tokenize                                           tokens:Tokens.tokenize
 POST   /detokenize                                         tokens:Tokens.detokenize
 POST   /api/chat                                           ollama:OllamaApi.answer

@@ -28,6 +28,7 @@ from kvern.server.http import error_response, is_anthropic, path_of
 from kvern.server.keys import ApiKey, find_key
 from kvern.server.service import Service
 from kvern.server.usage import CURRENT, RequestUsage
+from kvern.serving.served import SERVED, ServedRequest, key_hash
 
 PUBLIC = ("/", "/health", "/ping", "/docs", "/openapi.json")
 """Paths that every page may read."""
@@ -126,6 +127,7 @@ PROBES = ("/metrics", "/v1/engines", "/load", "/ready", "/version", "/health", "
 NOBODY = "-"
 """The name in log and metrics of who sent no key that is known."""
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
+TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{1,64})?")
 CLIENT_ADDRESS = re.compile(r"[0-9a-fA-F.:]{2,45}")
 
 
@@ -162,6 +164,7 @@ class Gate:
         self._keys = service.keys
         self._config = service.config
         self._figures = service.figures
+        self._ledger = service.ledger
         self._origins = Origins(service.config, bool(service.keys.known))
         self._lane = Lane(len(service.keys.users))
 
@@ -180,6 +183,7 @@ class Gate:
         if is_anthropic(scope):
             added.append((b"request-id", request_id))
         status = 0
+        served = ServedRequest(request_id.decode(), path_of(scope), "", _traceparent(headers))
         held = contextlib.ExitStack()
 
         async def answer(message: ASGIMessage) -> None:
@@ -188,6 +192,8 @@ class Gate:
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *added]
                 held.close()
+            elif served.first_byte is None:
+                served.first_byte = served.seconds
             await send(message)
 
         state = scope.setdefault("state", {})
@@ -202,10 +208,16 @@ class Gate:
         )
         usage = RequestUsage()
         CURRENT.set(usage)
+        served.key = key_hash(state["key"].name, state["key"].client)
+        SERVED.set(served)
         try:
             await app(scope, receive, answer)
         finally:
             held.close()
+            served.status = status
+            served.ended = served.seconds
+            self._ledger.end(served)
+            usage.waits = served.waits
             self._note(scope, status, NOBODY if key is None else key.name, usage, time.monotonic() - began)
 
     def _note(self, scope: Scope, status: int, name: str, usage: RequestUsage, seconds: float) -> None:
@@ -241,6 +253,12 @@ class Gate:
             message = f"an API key with metrics=1 may only read {', '.join(PROBES)}: use another"
             return error_response(HttpError(403, message), scope), found
         return self._app, found
+
+
+def _traceparent(headers: Headers) -> str | None:
+    """Returns the header of W3C Trace Context, if it is one."""
+    found = headers.get(b"traceparent", b"")
+    return found.decode() if TRACEPARENT.fullmatch(found) else None
 
 
 def client_shown(scope: Scope) -> str:

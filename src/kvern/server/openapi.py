@@ -137,6 +137,7 @@ OLLAMA_LISTING = "models!=[ollama_model]"
 COMPLETED = "id!=text object!=any created!=any model!=any choices!=[object] usage!=object"
 TYPED = "id!=text type!=text"
 BATCHED = f"{TYPED} processing_status!=/in_progress/canceling/ended request_counts!=object results_url!=text?"
+EXPLAINED = "id!=text object!=text seconds!=number summary!=text causes!=[object] timeline!=[object]"
 PAGED = "data!=[object] has_more!=bool first_id!=text? last_id!=text?"
 EVENT = "event=text data!=text"
 
@@ -237,13 +238,7 @@ OPERATIONS = (
         (403,),
         "model=model? lora_name!=name lora_path!=name",
     ),
-    Operation(
-        "POST /v1/unload_lora_adapter",
-        "Refuse an adapter to new requests.",
-        IDENTIFIED,
-        (403,),
-        "model=model? lora_name!=name",
-    ),
+    Operation("POST /v1/unload_lora_adapter", "Unload an adapter.", IDENTIFIED, (403,), "model=model? lora_name!=name"),
     Operation(
         "POST /v1/add_engine",
         "Start another engine of a model; needs an API key with admin=1.",
@@ -264,6 +259,9 @@ OPERATIONS = (
         "traceEvents!=[object]",
         (403, 409),
         "model=model? engine=text? steps=trace_steps? seconds=trace_seconds?",
+    ),
+    _read(
+        "GET /v1/requests/{request_id}/explain", "What a request, by its x-request-id, spent its time on.", EXPLAINED
     ),
     Operation(
         f"POST {COMPLETIONS}",

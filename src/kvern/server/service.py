@@ -33,6 +33,7 @@ from kvern.server.image_memory import ImageMemory
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.usage import UsageCounter
 from kvern.serving.client import EngineClient
+from kvern.serving.served import SERVED, Ledger
 from kvern.serving.workload import Generation
 from kvern.text.content import has_media
 from kvern.tools.chat import ChatRequest
@@ -329,6 +330,8 @@ class Service:
         """Gives the files that clients upload, if the server keeps any."""
         self._images = ImageMemory(config.image_memory, keys)
         self._limits = KeyLimits()
+        self.ledger = Ledger()
+        """Remembers what became of requests."""
         self._first = clients[0].names[0] if keeper is None else keeper.residents[0].name
         self.figures = KeyFigures(self._first)
         """Counts HTTP requests of all models, and what keys use of the first."""
@@ -517,6 +520,9 @@ class Service:
         Raises HttpError, InvalidRequest, InvalidParameter or EngineDied.
         """
         engine = self.engine_of(ask.model)
+        if (served := SERVED.get()) is not None:
+            served.model = ask.model
+            self.ledger.begin(served)
         common, key = ask.common, ask.key
         namespace = self.namespace(common, key)
         options = replace(common.options, namespace=namespace, owner=key.owner, embed=ask.embed)

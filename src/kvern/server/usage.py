@@ -1,11 +1,15 @@
 """The tokens of requests, for the request log and for the metrics of each API key."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from kvern.observe.metrics import KeyFigures
 from kvern.request.outputs import RequestOutput
+from kvern.request.record import Wait
+
+SHOWN_SECONDS = 0.001
+"""The shortest wait that the request log shows."""
 
 
 @dataclass
@@ -17,13 +21,17 @@ class RequestUsage:
     """The tokens of the prompt that were cached."""
     answer: int = 0
     reasons: set[str] = field(default_factory=set)
+    waits: Mapping[Wait, float] = field(default_factory=dict)
+    """The seconds that the answers waited for, by cause, of several answers the most."""
 
     def __str__(self) -> str:
         """A part of a line of the log: empty for a request that asked no model."""
         if not self.prompt:
             return ""
         reasons = ",".join(sorted(self.reasons)) or "none"
-        return f"prompt={self.prompt} cached={self.cached} answer={self.answer} finish={reasons} "
+        known = [f"{cause}:{seconds:.3f}" for cause, seconds in self.waits.items() if seconds >= SHOWN_SECONDS]
+        waits = f"waits={','.join(known)} " if known else ""
+        return f"prompt={self.prompt} cached={self.cached} answer={self.answer} finish={reasons} {waits}"
 
 
 CURRENT: ContextVar[RequestUsage | None] = ContextVar("CURRENT", default=None)

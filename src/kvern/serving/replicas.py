@@ -38,6 +38,7 @@ from kvern.serving.places import Place, check_memory, place_of, places_of
 from kvern.serving.prefix_record import PrefixRecord, piece_keys
 from kvern.serving.probation import Probation
 from kvern.serving.recovery import Recovery
+from kvern.serving.served import SERVED
 from kvern.serving.supervisor import Death, Supervisor, until_one_is_available
 from kvern.serving.wire import AdapterRead, Heard, Ready, TraceTaken, WeightsRead, WeightsTaken
 from kvern.serving.workload import Generation, Turns, Workload
@@ -45,6 +46,7 @@ from kvern.serving.workload import Generation, Turns, Workload
 logger = logging.getLogger("kvern")
 
 ASLEEP = "the model was put to sleep: ask again"
+FELL_ASLEEP = "the model was put to sleep"
 
 
 class Replica:
@@ -69,6 +71,7 @@ class Replica:
         self.workload = Workload(
             self.supervisor, siblings.outputs, self._probation, siblings.turns, self.metrics, self.record
         )
+        self.workload.engine = self.name
         self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
         self._started = False
         self._rested = False
@@ -121,6 +124,7 @@ class Replica:
         """The engine has ended; returns whether that taught which request may be the cause."""
         self._earlier = self.statistics.at_the_end()
         self._latest = EngineStatistics()
+        self.workload.fate = str(death.reason)
         self.interrupt(death.reason)
         self.metrics.engine(ready=False)
         learnt = self._recovery.died(death)
@@ -133,6 +137,7 @@ class Replica:
         self._earlier = self.statistics.at_the_end()
         self._latest = EngineStatistics()
         self._rested = self._started
+        self.workload.fate = FELL_ASLEEP
         self.interrupt(EngineDied(ASLEEP))
         self.metrics.rests()
 
@@ -144,6 +149,7 @@ class Replica:
         running = self.workload.running.values()
         await self.supervisor.sleep([name for generation in running for name in generation.spec.answer_ids])
         self._rested = self._started
+        self.workload.fate = FELL_ASLEEP
         self.adapters.interrupt_reading(EngineDied(ASLEEP))
         self.metrics.rests()
 
@@ -366,6 +372,7 @@ class Replicas:
             replica.supervisor.cease()
             self._replicas.remove(replica)
             self._settle()
+            replica.workload.fate = f"engine {name} was removed"
             for generation in list(replica.workload.running.values()):
                 replica.workload.give(generation, self._chosen(generation).workload)
             replica.interrupt(EngineDied(f"engine {name} was removed"))
@@ -452,6 +459,7 @@ class Replicas:
         turn = self.turns.take(checked.owner, checked.params.sequences)
         spec = msgspec.structs.replace(checked, adapter=key, turn=turn)
         generation = Generation(output, spec, news, asked, patient)
+        generation.served = SERVED.get()
         if any(replica.record.is_kept for replica in self):
             generation.piece_keys = piece_keys(spec)
         return generation

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -16,6 +17,7 @@ from kvern.request.outputs import RequestOutput
 from kvern.request.request import Progress, RequestSpec
 from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
 from kvern.serving.probation import Probation
+from kvern.serving.served import Passage, ServedRequest
 from kvern.serving.supervisor import Supervisor
 from kvern.serving.wire import AddRequest, FinishRequests, encode
 
@@ -54,6 +56,9 @@ class Generation:
         self.progress = 0
         """The number of steps of the present engine that brought it on."""
         self.spec = spec
+        self.served: ServedRequest | None = None
+        """The HTTP request that it belongs to, if any."""
+        self._passage: Passage | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -84,8 +89,17 @@ class Generation:
         """The present engine has it."""
         return self.begun_at > 0
 
-    def lose(self) -> None:
-        """The engine that had it is gone."""
+    def begin(self, engine: str) -> None:
+        """An engine gets it."""
+        self.begun_at = time.monotonic()
+        if self.served is not None:
+            self._passage = self.served.given(engine)
+
+    def lose(self, reason: str) -> None:
+        """The engine that had it is gone, or gives it up."""
+        if self.served is not None and self._passage is not None:
+            self.served.lost(self._passage, reason)
+            self._passage = None
         self.resumed = self.resumed or self.begun
         self.begun_at = 0.0
         self.progress = 0
@@ -185,6 +199,12 @@ class Workload:
         self._ended = asyncio.Event()
         self.begun_at = 0.0
         """The time at which those on trial, or all, were given to the present engine, by the monotonic clock."""
+        self.engine = "0"
+        """The name of the engine."""
+        self.fate = "another engine took it over"
+        """The reason why the engine loses its requests next."""
+        self._served: WeakValueDictionary[str, ServedRequest] = WeakValueDictionary()
+        """The HTTP requests of all that were here, by the names of their prompts."""
 
     def cost(self, generation: Generation) -> tuple[bool, int]:
         """Returns whether a request would wait until another ends, and the approximate number of tokens to compute.
@@ -206,7 +226,7 @@ class Workload:
     def give(self, generation: Generation, other: "Workload") -> None:
         """Let another engine go on with it: this one does not have it, or is gone."""
         self._remove(generation.output.request_id)
-        generation.lose()
+        generation.lose(self.fate)
         other.take(generation)
 
     def abort(self, generations: Sequence[Generation]) -> None:
@@ -242,6 +262,12 @@ class Workload:
         """Let them grow by what the engine did."""
         if not events:
             return
+        for event in events:
+            if event.record is not None:
+                self._metrics.recorded(event.record)
+                served = self._served.get(generation_id(event.request_id))
+                if served is not None:
+                    served.recorded(self.engine, event.record)
         now = time.monotonic()
         changed, stopped = self._outputs.process(events)
         for request_id, stop in stopped:
@@ -276,7 +302,7 @@ class Workload:
     def resume(self) -> None:
         """Go on with a new engine, as many as may."""
         for generation in self.running.values():
-            generation.lose()
+            generation.lose(self.fate)
         self.begin()
 
     def begin(self) -> None:
@@ -290,7 +316,9 @@ class Workload:
 
     def _begin(self, generation: Generation) -> None:
         """Give it to the engine, which takes requests."""
-        generation.begun_at = time.monotonic()
+        generation.begin(self.engine)
+        if generation.served is not None:
+            self._served[generation.output.request_id] = generation.served
         try:
             self._supervisor.link.socket.send(encode(generation.message()))
         except Exception as error:
@@ -326,6 +354,8 @@ class Workload:
             self._metrics.next_token(now - generation.last)
         else:
             generation.first = now
+            if generation.served is not None and generation.served.first_token is None:
+                generation.served.first_token = generation.served.seconds
             self._turns.began(generation.spec.turn, generation.spec.owner, sequences)
             self._metrics.first_token(now - generation.asked)
         generation.last = now

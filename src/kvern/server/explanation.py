@@ -1,0 +1,197 @@
+"""The story of a request in plain words: the causes of its time, the largest first, and a timeline."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvern.request.record import RequestRecord, Wait
+from kvern.serving.served import ServedRequest
+
+WAITED: dict[Wait, str] = {
+    "queue": "for the next step",
+    "rows": "for a row of the batch, all of which others had",
+    "blocks": "for blocks of the KV cache",
+    "budget": "for a place in a step, which were filled by others",
+    "adapter": "for a place of its adapter, all of which others had",
+    "batch": "for the static batch to end",
+    "grammar": "for its grammar to be prepared",
+    "load": "for cached keys and values to be loaded from a tier",
+    "images": "for its images to be decoded and encoded",
+    "turn": "for the prompt that it shares with the first answer",
+    "trial": "while requests ran apart from each other after a step failed",
+}
+GAPS = {
+    "prefill": "steps also computed prompts of others",
+    "preempted": "it lost its row to others",
+    "undone": "a step failed and was undone",
+    "step": "a step took so long",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a request's time, by the cause."""
+
+    cause: str
+    seconds: float
+    text: str
+
+    def told(self, whole: float) -> dict[str, Any]:
+        """Returns it for the answer, with its share of the whole time."""
+        share = self.seconds / whole if whole > 0 else 0.0
+        return {"cause": self.cause, "seconds": _round(self.seconds), "share": round(share, 3), "text": self.text}
+
+
+def explained(served: ServedRequest) -> dict[str, Any]:
+    """Returns the answer about a request that runs or has ended."""
+    whole = served.seconds if served.ended is None else served.ended
+    records = served.records
+    last = max((record for _, record in records), key=lambda record: record.arrived + record.ended, default=None)
+    parts = sorted(_parts(served, last, whole), key=lambda part: part.seconds, reverse=True)
+    events = sorted(_events(served), key=lambda event: event[0])
+    return {
+        "id": served.request_id,
+        "object": "request.explanation",
+        "answer_id": served.answer_id,
+        "path": served.path,
+        "model": served.model,
+        "status": served.status or None,
+        "running": served.ended is None,
+        "created": int(served.arrived),
+        "seconds": _round(whole),
+        "first_token_seconds": _round(served.first_token),
+        "first_byte_seconds": _round(served.first_byte),
+        "traceparent": served.traceparent,
+        "summary": _summary(served, parts, last, whole),
+        "causes": [part.told(whole) for part in parts],
+        "timeline": [{"seconds": _round(seconds), "text": text} for seconds, text in events],
+        "moves": served.moves,
+        "answers": served.answers,
+        "records": [{"engine": engine, **_named(record)} for engine, record in records],
+    }
+
+
+def _parts(served: ServedRequest, record: RequestRecord | None, whole: float) -> Iterator[Part]:
+    """Yields the parts of the time of the answer that ended last."""
+    before = min((passage.given for passage in served.passages), default=whole)
+    for passage in served.passages:
+        if passage.until is not None:
+            yield Part("lost", passage.until - passage.given, f"in engine {passage.engine}: {passage.reason}")
+    if record is None:
+        if served.passages and served.ended is None:
+            latest = max(passage.given for passage in served.passages)
+            yield Part("engine", whole - latest, "in its engine, where it has not ended")
+        yield Part("server", before, "in the server, before an engine had it")
+        return
+    came = record.arrived - served.arrived
+    spent = sum(passage.until - passage.given for passage in served.passages if passage.until is not None)
+    yield Part("server", max(0.0, came - spent), "in the server, before its engine had it")
+    for cause, seconds in record.waits.items():
+        yield Part(cause, seconds, f"waiting {WAITED[cause]}{_losses(record) if cause == 'blocks' else ''}")
+    prompt, answer = _computed(record)
+    if prompt is not None:
+        yield Part("prompt", prompt, f"computing its prompt: {_prompt(record)}")
+    if answer is not None:
+        yield Part("answer", answer, f"computing its answer: {_answer(record)}")
+    after = whole - came - record.ended
+    if served.ended is not None and after > 0:
+        yield Part("sending", after, "in the server, after its engine had ended it")
+
+
+def _computed(record: RequestRecord) -> tuple[float | None, float | None]:
+    """Returns the seconds in which a request had a row before its first token, and after; None if it had none."""
+    if record.first_step is None:
+        return None, None
+    late = max(0.0, sum(record.waits.values()) - record.first_step)
+    until = record.ended if record.first_token is None else record.first_token
+    prompt = until - record.first_step
+    if any(time < until for time in record.preemptions) or record.undone:
+        prompt = max(0.0, prompt - late)
+    rest = record.ended - sum(record.waits.values()) - prompt
+    return prompt, None if record.first_token is None else max(0.0, rest)
+
+
+def _prompt(record: RequestRecord) -> str:
+    cached = ", ".join(f"{tokens:,} from {_source(source)}" for source, tokens in record.cached.items())
+    again = ", with what was computed again" if record.preemption_count or record.undone else ""
+    parts = f"in {record.chunk_count} parts{again}" if record.chunk_count > 1 else "at once"
+    return f"{record.prompt_tokens:,} tokens{f', {cached}, the rest' if cached else ''} {parts}"
+
+
+def _source(source: str) -> str:
+    return "the prefix cache" if source == "device" else f"the store {source}"
+
+
+def _answer(record: RequestRecord) -> str:
+    text = f"{record.answer_tokens:,} tokens in {record.steps:,} steps with {record.company:.1f} others on average"
+    if record.draft_tokens:
+        text += f"; {record.accepted_tokens:,} of {record.draft_tokens:,} drafts were right"
+    return text
+
+
+def _losses(record: RequestRecord) -> str:
+    count = record.preemption_count
+    times = {1: "once", 2: "twice"}.get(count, f"{count} times")
+    return f" (preempted {times})" if count else ""
+
+
+def _summary(served: ServedRequest, parts: list[Part], record: RequestRecord | None, whole: float) -> str:
+    sentences = []
+    if parts and parts[0].seconds > 0:
+        first = parts[0]
+        sentences.append(f"It spent {_shown(first.seconds)} of {_shown(whole)} {first.text}.")
+    if record is not None and record.preemption_count and (not parts or parts[0].cause != "blocks"):
+        sentences.append(f"It lost its row to others{_losses(record).replace('preempted ', '')}.")
+    sentences += [
+        f"Engine {passage.engine} gave it up after {_shown(passage.until)}: {passage.reason}."
+        for passage in served.passages
+        if passage.until is not None
+    ]
+    gap = None if record is None else record.longest_gap
+    if gap is not None:
+        sentences.append(f"The longest time between two tokens was {_shown(gap.seconds)}: {GAPS[gap.cause]}.")
+    return " ".join(sentences) or "Nothing is known of it yet."
+
+
+def _events(served: ServedRequest) -> Iterator[tuple[float, str]]:
+    yield 0.0, f"{served.path} arrives"
+    for passage in served.passages:
+        yield passage.given, f"engine {passage.engine} gets it"
+        if passage.until is not None:
+            yield passage.until, f"engine {passage.engine} gives it up: {passage.reason}"
+    for _, record in served.records:
+        start, name = record.arrived - served.arrived, record.request_id.rpartition("-")[2]
+        if record.first_step is not None:
+            yield start + record.first_step, f"answer {name} gets a row"
+        for chunk in record.chunks:
+            first, last = chunk.start, chunk.start + chunk.tokens - 1
+            took = _shown(chunk.ended - chunk.began)
+            yield start + chunk.began, f"answer {name}: tokens {first:,} to {last:,} are computed in {took}"
+        for time in record.preemptions:
+            yield start + time, f"answer {name} loses its row to others"
+        if record.first_token is not None:
+            yield start + record.first_token, f"answer {name} has its first token"
+        if (gap := record.longest_gap) is not None:
+            yield start + gap.began, f"answer {name} has no token for {_shown(gap.seconds)}: {GAPS[gap.cause]}"
+        yield start + record.ended, f"answer {name} ends: {record.finish_reason}"
+    if served.first_byte is not None:
+        yield served.first_byte, "the first byte goes out"
+    if served.ended is not None:
+        yield served.ended, f"it has ended with status {served.status}"
+
+
+def _named(record: RequestRecord) -> dict[str, Any]:
+    """Returns a record with the names of its fields."""
+    found: dict[str, Any] = {name: getattr(record, name) for name in record.__struct_fields__}
+    found["chunks"] = [{name: getattr(one, name) for name in one.__struct_fields__} for one in record.chunks]
+    if (gap := record.longest_gap) is not None:
+        found["longest_gap"] = {name: getattr(gap, name) for name in gap.__struct_fields__}
+    return found
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
