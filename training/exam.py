@@ -1,13 +1,20 @@
-"""Held-out questions for each task, and what counts as a right answer."""
+"""Held-out questions for each task, and what counts as a right answer.
+
+python -m training.exam     # writes src/kvern/bench/exam.jsonl, which `kvern bench accuracy` asks
+"""
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from training.draw import Draw, Example
 from training.text import TASKS, stream
 from training.tokenizer import render_calls
 
 SEED = 20_000
+EXAM = Path(__file__).parents[1] / "src/kvern/bench/exam.jsonl"
+EACH = 16
+"""Questions of each task in it."""
 
 
 def questions(task: str, count: int, seed: int = SEED) -> list[Example]:
@@ -44,3 +51,31 @@ def is_right(example: Example, text: str) -> bool:
     asked, told = example.messages[0]["content"], wanted(example)
     names = {word.strip(",.?") for word in asked.split()[1:] if word[0].isupper() and word.strip(",.?") in told}
     return text.count(".") > 5 and all(name in text for name in names) and text[-1] in '."!'
+
+
+def _row(example: Example) -> dict[str, object]:
+    asked = {"messages": example.messages[:-1], "tools": example.tools}
+    return {"task": example.task, **asked, "answer": wanted(example)}
+
+
+def exam() -> str:
+    """The exam as lines of JSON: all tasks but stories, which are free."""
+    lines = [
+        json.dumps(
+            {
+                "task": example.task,
+                "messages": example.messages[:-1],
+                "tools": example.tools,
+                "answer": wanted(example),
+            },
+            ensure_ascii=False,
+        )
+        for task in TASKS
+        if task != "story"
+        for example in questions(task, EACH)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    EXAM.write_text(exam(), encoding="utf-8")

@@ -210,6 +210,7 @@ COMMANDS = {
     ("bench", "offline"): "kvern.cli.bench:Offline",
     ("bench", "serve"): "kvern.cli.bench_serve:ServeBench",
     ("bench", "kernels"): "kvern.cli.bench:Kernels",
+    ("bench", "accuracy"): "kvern.cli.bench_accuracy:AccuracyCommand",
     ("bench", "compare"): "kvern.cli.bench_compare:CompareCommand",
     ("bench", "gate"): "kvern.cli.bench_compare:GateCommand",
     ("completion",): "kvern.cli.completion:CompletionCommand",
