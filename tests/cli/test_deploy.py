@@ -28,6 +28,7 @@ from kvern.observe.exposition import GPU_FIGURES
 from kvern.observe.metrics import KeyFigures, Metrics, ModelFigures, Refusals
 from kvern.server.config import ServerConfig
 from kvern.server.run import CLOSING_SECONDS
+from kvern.traces.sending import TraceFigures
 from tests.support.cache_folder import load_kernels
 from tests.support.served import KEY, Served
 
@@ -150,7 +151,7 @@ class TestCompose:
         configuration = compose()
         mounts = {}
         for service in configuration["services"].values():
-            for volume in service["volumes"]:
+            for volume in service.get("volumes", ()):
                 source, target = volume.split(":")[:2]
                 if source.startswith("."):
                     assert (DEPLOY / source).exists(), source
@@ -303,9 +304,13 @@ def test_probes(server: Served, tmp_path: Path) -> None:
     assert run(health, server.port)[0] == 1
 
 
+OF_SERVERS = "kvern:trace_spans_total"
+"""What counts for a server, whatever models it has."""
+
+
 def metric_samples() -> dict[str, set[str]]:
     """The names of every metric's samples, by the metric's name."""
-    figures = Metrics("model"), Refusals("model"), KeyFigures("model"), ModelFigures("model")
+    figures = Metrics("model"), Refusals("model"), KeyFigures("model"), ModelFigures("model"), TraceFigures()
     metrics = [(metric.type, metric.name) for one in figures for metric in one.registry.collect()]
     metrics += [("gauge", f"kvern:{name}") for name in GPU_FIGURES]
     return {name: {name + suffix for suffix in SUFFIXES[kind]} for kind, name in metrics}
@@ -360,6 +365,7 @@ class TestDashboard:
                 expression = target["expr"]
                 promql_parser.parse(expression.replace("$__rate_interval", "1m").replace("$__range", "1h"))
                 names = re.findall(r'(kvern:\w+)\{model_name=~"\$model_name"\}', expression)
+                names += re.findall(OF_SERVERS, expression)
                 assert names and len(names) == expression.count("kvern:"), f"not all of one model: {expression}"
                 shown |= set(names)
         assert shown <= set().union(*samples.values())

@@ -228,8 +228,8 @@ ALIKE: dict[Rule, tuple[str, ...]] = {
     Idle(ONE_DEVICE): ("disable_custom_all_reduce", "fully_sharded_loras"),
     Idle(ONE_DEVICE, 1, only=ONE): ("decode_context_parallel_size", "prefill_context_parallel_size"),
     Idle(LOGS, 1): ("uvicorn_log_level", "max_log_len"),
+    Idle("traces have all details", 1): ("collect_detailed_traces",),
     Idle(LOGS, silent=True): ("use_tqdm_on_load", "disable_uvicorn_access_log", "disable_log_requests"),
-    Refused("there are no traces: see /metrics"): ("otlp_traces_endpoint", "collect_detailed_traces"),
     Refused(ONE_DEVICE): ("all2all_backend", "enable_dbo", "ray_workers_use_nsight"),
     Refused(SEVERAL_MACHINES): (
         "data_parallel_address", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_rank",

@@ -158,7 +158,8 @@ class Server:
         keeper = self.service.keeper
         states = () if keeper is None else (resident.figures for resident in keeper.residents)
         used = {self.service.figures: None} | {engine.figures: None for engine in self.service.engines}
-        return bytes(imported("kvern.observe.exposition:engines_text")([*metrics, *states, *used]))
+        traced = [] if self.service.tracing is None else [self.service.tracing.traces.figures]
+        return bytes(imported("kvern.observe.exposition:engines_text")([*metrics, *states, *used, *traced]))
 
     def _check_watcher(self, request: Request) -> None:
         """Refuses keys that may not read metrics of several keys: they need admin=1 or metrics=1. Raises HttpError."""

@@ -95,6 +95,12 @@ class ServerConfig:
     data_dir: Path | None = None
     """Folder for files, batches, responses and conversations of the API. None: kvern's folder in the user's data
     folder."""
+    otlp_traces_endpoint: str | None = None
+    """URL of a collector of OpenTelemetry (OTLP over HTTP) for traces of requests, such as http://localhost:4318.
+    None: that of OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, or none."""
+    trace_share: float = 0.05
+    """Share of requests that are traced, 0 to 1, beside those that fail and the slowest 1 %. What a client's
+    `traceparent` header decides comes first."""
     log_requests: Literal["none", "summary", "prompts"] = "none"
     """Entries of the log for each request: none, a line without its content, or its body as well."""
 
@@ -102,6 +108,13 @@ class ServerConfig:
     def data_folder(self) -> Path:
         """`data_dir`, or kvern's folder among the user's data (XDG base directory specification)."""
         return self.data_dir or Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "kvern"
+
+    @property
+    def may_trace(self) -> bool:
+        """True if an option or OpenTelemetry's variables name a collector."""
+        return self.otlp_traces_endpoint is not None or any(
+            name.startswith("OTEL_EXPORTER_OTLP_") for name in os.environ
+        )
 
     @property
     def reread_files(self) -> list[Path]:
@@ -122,6 +135,8 @@ class ServerConfig:
         for host in self.allowed_media_domains:
             if not MEDIA_HOST.fullmatch(host):
                 raise ConfigError(f"allowed_media_domains has {host!r}: a host is a name, or *. and a domain")
+        if not 0 <= self.trace_share <= 1:
+            raise ConfigError(f"trace_share is {self.trace_share}: it must be between 0 and 1")
         if self.image_memory < LARGEST_IMAGES:
             raise ConfigError(f"image_memory is {self.image_memory}: one request may need {LARGEST_IMAGES}; raise it")
         if not 0 <= self.port < 65536:

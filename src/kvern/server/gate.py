@@ -165,6 +165,7 @@ class Gate:
         self._config = service.config
         self._figures = service.figures
         self._ledger = service.ledger
+        self._tracing = service.tracing
         self._origins = Origins(service.config, bool(service.keys.known))
         self._lane = Lane(len(service.keys.users))
 
@@ -219,6 +220,8 @@ class Gate:
             self._ledger.end(served)
             usage.waits = served.waits
             self._note(scope, status, NOBODY if key is None else key.name, usage, time.monotonic() - began)
+            if self._tracing is not None:
+                self._tracing.ended(served)
 
     def _note(self, scope: Scope, status: int, name: str, usage: RequestUsage, seconds: float) -> None:
         """Counts a request that has ended, and logs it."""

@@ -244,13 +244,17 @@ async def serve(
     keys = KeyRing(server)
     check_tls(server)
     check_data_folder(server, say)
+    tracing = imported("kvern.server.tracing:start")(server, say) if server.may_trace else None
     listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
     reread = asyncio.Event()
     ends = Signals(server.grace_seconds, say, reread)
     ends.listen(signals)
-    with contextlib.suppress(asyncio.CancelledError), _removed(server.uds):
+    with contextlib.suppress(asyncio.CancelledError), _removed(server.uds), contextlib.ExitStack() as ending:
+        if tracing is not None:
+            ending.callback(tracing.traces.close)
         async with _loaded(config, models, server, process) as (clients, keeper):
             application = Server(clients, server, keys, keeper=keeper)
+            application.service.tracing = tracing
             await application.apis.resume()
             http = HttpServer(http_config(application.app(), server, OpenFiles(say)))
             http.config.load()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvern.residency.keeper import Keeper
     from kvern.server.media import Media
     from kvern.server.stores.files import Store
+    from kvern.server.tracing import Tracing
 
 RATE_WINDOW = 128
 """The number of a key's last answers from which its rate is estimated."""
@@ -332,6 +333,8 @@ class Service:
         self._limits = KeyLimits()
         self.ledger = Ledger()
         """Remembers what became of requests."""
+        self.tracing: Tracing | None = None
+        """Sends traces of requests, if anybody wants them."""
         self._first = clients[0].names[0] if keeper is None else keeper.residents[0].name
         self.figures = KeyFigures(self._first)
         """Counts HTTP requests of all models, and what keys use of the first."""
