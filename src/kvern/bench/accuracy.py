@@ -15,6 +15,7 @@ import typing
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,9 @@ def _questions(limit: int | None) -> Iterator[dict[str, Any]]:
             yield row
 
 
+@cache
 def _task_manager(asked: Asked) -> Any:
-    """Returns lm-eval's tasks. Raises ConfigError if it is not installed or a task is unknown."""
+    """Returns lm-eval's tasks, read once. Raises ConfigError if it is not installed or a task is unknown."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
