@@ -126,5 +126,5 @@ def test_one_that_may_end_engines_tells_of_each_token() -> None:
     generation = Generation(output, spec, asyncio.Event(), 0.0, patient=False)
     assert generation.message().spec.whole
     generation.begun_at = 1.0
-    generation.lose()
+    generation.lose("its engine is gone")
     assert not generation.message().spec.whole

@@ -209,7 +209,7 @@ def test_request_ids_and_logs(tmp_path: Path) -> None:
         assert served.figure("http_requests_total", key="-", status="401") == 2
     said = log.read_text()
     time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}"
-    end = "key=alice from=127.0.0.1 prompt=(\\d+) cached=0 answer=1 finish=length [\\d.]+ s"
+    end = "key=alice from=127.0.0.1 prompt=(\\d+) cached=0 answer=1 finish=length (?:waits=\\S+ )?[\\d.]+ s"
     line = re.search(rf"^{time} kvern: mine-1 POST /v1/completions 200 {end}$", said, re.MULTILINE)
     assert line is not None and int(line[1]) < prompts
     assert "finish=abort" in said
