@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvern.request.record import MOST_CHUNKS, Chunk, Gap, Lack, RequestRecord, Wait
 from kvern.request.request import FinishReason, Request, State
@@ -23,6 +24,58 @@ from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutp
 COMMON: tuple[Wait, ...] = ("queue", "rows", "blocks", "budget", "adapter", "batch")
 """The causes of waits in the queue, which all requests share."""
 OWN: dict[State, Wait] = {State.LOADING: "load", State.ENCODING: "images"}
+
+
+@dataclass(slots=True)
+class DecodeRun:
+    """Steps that follow each other and decode the same requests, which are noted in all of their logs at its end."""
+
+    request_ids: list[str] | None = None
+    """The requests; None: the last step was no such step."""
+    logs: list[RequestLog] = field(default_factory=list)
+    steps: int = 0
+    """The steps that are not in the logs yet."""
+    last: float = 0.0
+    """The end of the last step."""
+    longest: float = 0.0
+    """The longest time from one of these steps' ends to the next, and when it began."""
+    began: float = 0.0
+
+    def begin(self, request_ids: list[str], requests: Iterable[Request], now: float) -> None:
+        """A step that has ended and is in the logs may be the first of several."""
+        self.request_ids = request_ids
+        self.logs = [request.answer.log for request in requests if request.answer.log is not None]
+        self.last = now
+
+    def goes_on(self, output: SchedulerOutput, now: float) -> bool:
+        """Counts a step that has ended, if it decodes the same requests, one token each; returns whether it does."""
+        if self.request_ids is None or output.token_count != len(self.request_ids):
+            return False
+        if output.request_ids != self.request_ids:
+            return False
+        self.steps += 1
+        if now - self.last > self.longest:
+            self.longest = now - self.last
+            self.began = self.last
+        self.last = now
+        return True
+
+    def end(self) -> None:
+        """Notes the steps in the logs."""
+        if self.request_ids is None:
+            return
+        if self.steps:
+            company = self.steps * (len(self.request_ids) - 1)
+            for log in self.logs:
+                log.steps += self.steps
+                log.company += company
+                log.last = self.last
+                if self.longest > log.longest:
+                    log.longest = self.longest
+                    log.gap = self.began, "step"
+            self.steps = 0
+            self.longest = 0.0
+        self.request_ids = None
 
 
 class Recorder:
@@ -42,6 +95,7 @@ class Recorder:
         """When the last step with a part of a prompt ended."""
         self._searches = 0
         """The number of beam searches."""
+        self._run = DecodeRun()
 
     def _tick(self) -> float:
         """Let time pass until now."""
@@ -92,6 +146,7 @@ class Recorder:
 
     def left(self, request: Request) -> None:
         """A request gave its row back before its end."""
+        self._run.end()
         log = request.answer.log
         if log is not None:
             log.rows -= 1
@@ -113,6 +168,7 @@ class Recorder:
 
     def finished(self, request: Request, reason: FinishReason) -> None:
         """A request, or beam search, ends; it still has its row."""
+        self._run.end()
         log = request.answer.log
         if log is None:
             return
@@ -148,13 +204,18 @@ class Recorder:
     def undone(self) -> None:
         """The steps in flight are lost."""
         self._begun.clear()
+        self._run.end()
 
     def ended(self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput) -> None:
         """The oldest step in flight has brought this, of which requests do not know yet."""
         now, others = self._tick(), len(requests) - 1
         began, reads = self._begun.popleft()
+        if self._run.goes_on(output, now):
+            return
+        self._run.end()
         if reads:
             self._read = now
+        decodes = not self._searches
         rows: Iterable[tuple[Request, ScheduledTokens, list[int]]]
         rows = zip(requests, output.scheduled, result.token_ids, strict=True)
         for request, item, token_ids in _once(rows) if self._searches else rows:
@@ -165,13 +226,17 @@ class Recorder:
             log.company += others
             if log.reading:
                 self._reads(log, request, item, began)
-            if token_ids:
+            if not token_ids:
+                decodes = False
+            else:
                 if item.sampled > 1:
                     log.drafts[0] += item.sampled - 1
                     log.drafts[1] += len(token_ids) - 1
                 if now - log.last > log.longest:
                     self._longest(log)
                 log.last = now
+        if decodes and output.token_count == len(requests):
+            self._run.begin(output.request_ids, requests, now)
 
     def _reads(self, log: RequestLog, request: Request, item: ScheduledTokens, began: float) -> None:
         """A step was one of those that bring a request to its next token."""
