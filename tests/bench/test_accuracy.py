@@ -13,7 +13,17 @@ from training.tokenizer import render
 
 from kvern import LLM, SamplingParams
 from kvern.bench import accuracy
-from kvern.bench.accuracy import EXAM, LONGEST_ANSWER, configurations, share, sit_exam
+from kvern.bench.accuracy import (
+    EXAM,
+    LONGEST_ANSWER,
+    Asked,
+    Graded,
+    case_of,
+    configurations,
+    scores_of,
+    share,
+    sit_exam,
+)
 from kvern.bench.record import read_record
 from kvern.cli.main import main
 from kvern.config import EngineConfig
@@ -89,6 +99,31 @@ def test_tasks_without_lm_eval_are_refused(monkeypatch: pytest.MonkeyPatch, caps
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["bench", "accuracy", "--tasks", "gsm8k"]) == 2
     assert "tasks gsm8k are those of lm-eval, which cannot be imported" in capsys.readouterr().err
+
+
+def test_a_metric_is_better_the_way_that_lm_eval_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "results": {
+            "group": {"acc,none": 0.5},
+            "told": {
+                "alias": "told",
+                "ppl,none": 12.5,
+                "ppl_stderr,none": 0.5,
+                "acc,few": 0.25,
+                "acc_stderr,few": "N/A",
+            },
+        },
+        "higher_is_better": {"group": {"acc": None}, "told": {"ppl": False, "acc": True}},
+    }
+    scores = scores_of(found)
+    assert [(score.metric, score.error, score.better) for score in scores] == [
+        ("acc", None, None),
+        ("ppl", 0.5, "lower"),
+        ("acc", None, "higher"),
+    ]
+    monkeypatch.setattr(Asked, "grade", lambda asked, llm: Graded(scores, [1.0]))
+    case = case_of("one", EngineConfig("kvern-1m", threads=1, device="cpu"), Asked())
+    assert (case.figures["score"].median, case.figures["score"].better) == (12.5, "lower")
 
 
 @pytest.mark.nightly

@@ -115,6 +115,41 @@ def test_other_hardware_software_models_options_and_work_are_named() -> None:
     assert code_of(judge_all(Side("A", [one]), Side("B", [other]), 0.03, allowed=allowed)) == 0
 
 
+def test_other_work_in_any_record_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The work of a case is that of its first record, which need not be the first of its benchmark."""
+
+    def long(at: int, digest: str) -> Record:
+        (case,) = record([2.0] * 5).cases
+        case = msgspec.structs.replace(case, name="long", workload={"lengths": len(digest), "digest": digest})
+        return msgspec.structs.replace(record([1.0], at), cases=[case])
+
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder, digest in ((a, "one"), (b, "other")):
+        folder.mkdir()
+        write_record(record([1.0] * 5, 0), folder)
+        write_record(long(1, digest), folder)
+    assert main(["bench", "gate", "--baseline", str(a), str(b)]) == 2
+    assert capsys.readouterr().out.splitlines() == [
+        "cannot tell: not comparable: long.lengths: 3 / 5",
+        "cannot tell: not comparable: long.digest: one / other",
+    ]
+    assert main(["bench", "gate", "--baseline", str(a), str(b), "--allow", "long"]) == 0
+    write_record(long(2, "other"), a)
+    assert main(["bench", "gate", "--baseline", str(a), str(b)]) == 2
+    assert "are of different things: long.lengths: 3 / 5" in capsys.readouterr().err
+
+
+def test_a_figure_that_is_misspelt_is_refused_with_those_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    write_record(record([1.0] * 5), path)
+    gate = ["bench", "gate", "--baseline", str(path), str(path), "--figures", "seconds"]
+    assert main([*gate, "rate"]) == 0
+    assert main([*gate, "secondz"]) == 2
+    assert f"figures has 'secondz': those of {path} are rate, seconds" in capsys.readouterr().err
+
+
 def test_the_gate_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random("files")
     for name in ("baseline", "same", "slow"):

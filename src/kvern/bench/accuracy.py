@@ -13,13 +13,13 @@ import math
 import time
 import typing
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvern.bench.record import Case, Figure, figure
+from kvern.bench.record import Better, Case, Figure, figure
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.llm import LLM
@@ -34,12 +34,16 @@ LONGEST_ANSWER = 320
 
 @dataclass(frozen=True)
 class Score:
-    """A share of right answers or another metric of a task, with its standard error if it is known."""
+    """A share of right answers or another metric of a task, with its standard error if it is known.
+
+    better   None: nobody says which way is
+    """
 
     task: str
     metric: str
     value: float
     error: float | None
+    better: Better | None = "higher"
 
 
 @dataclass(frozen=True)
@@ -103,11 +107,11 @@ def case_of(name: str, config: EngineConfig, asked: Asked) -> Case:
         graded = asked.grade(llm)
     finally:
         llm.close()
-    first = graded.scores[0]
-    figures = {
-        "score": Figure(first.value, first.metric, "higher", runs=[first.value]),
-        "tokens_per_second": figure(graded.rates, "tokens/s", "higher", main=True),
-    }
+    figures = {"tokens_per_second": figure(graded.rates, "tokens/s", "higher", main=True)}
+    for score in graded.scores:
+        if score.better is not None:  # else it cannot be compared
+            figures["score"] = Figure(score.value, score.metric, score.better, runs=[score.value])
+            break
     return Case(name, figures, asked.workload, {"scores": [dataclasses.asdict(score) for score in graded.scores]})
 
 
@@ -183,15 +187,27 @@ def evaluate(llm: LLM, asked: Asked) -> Graded:
         bootstrap_iters=1000,
     )
     assert found is not None  # as in ranks other than the first
-    scores = [
-        Score(task, key.partition(",")[0], float(value), _error(values, key))
-        for task, values in found["results"].items()
-        for key, value in values.items()
-        if "," in key and "_stderr" not in key and isinstance(value, int | float)
-    ]
+    scores = scores_of(found)
     if not scores:
         raise ConfigError(f"tasks {', '.join(asked.tasks)} have no metric that is a number")
     return Graded(scores, [model.tokens / max(model.seconds, 1e-9)])
+
+
+def scores_of(found: Mapping[str, Any]) -> list[Score]:
+    """Returns the metrics that are numbers in what lm-eval found."""
+    return [
+        Score(task, name, float(value), _error(values, key), _better(found, task, name))
+        for task, values in found["results"].items()
+        for key, value in values.items()
+        if "," in key and "_stderr" not in key and isinstance(value, int | float)
+        for name in [key.partition(",")[0]]
+    ]
+
+
+def _better(found: Mapping[str, Any], task: str, metric: str) -> Better | None:
+    """The way in which lm-eval says that a metric is better; None where it does not, as of groups of unlike tasks."""
+    higher = found["higher_is_better"].get(task, {}).get(metric)
+    return None if higher is None else "higher" if higher else "lower"
 
 
 def _error(values: dict[str, Any], key: str) -> float | None:

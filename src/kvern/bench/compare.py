@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvern.bench.record import Better, Record, read_records
+from kvern.bench.record import Better, Case, Record, read_records
 from kvern.errors import ConfigError
 
 LEVEL = 0.99
@@ -121,26 +121,30 @@ def read_sides(a: Sequence[Path], b: Sequence[Path]) -> tuple[Side, Side]:
 def _read(paths: Sequence[Path]) -> Side:
     records = sorted((record for path in paths for record in read_records(path)), key=lambda record: record.when or "")
     side = Side(" ".join(map(str, paths)), records)
-    firsts: dict[str, Record] = {}
-    for record in records:
-        first = firsts.setdefault(record.benchmark, record)
-        if apart := [*_differences(first, record)]:
-            raise ConfigError(
-                f"records of {side.name} are of different things: {apart[0]}; give repeated runs of one thing"
-            )
+    if apart := next(_differences(records), None):
+        raise ConfigError(f"records of {side.name} are of different things: {apart}; give repeated runs of one thing")
     return side
 
 
 def differences(a: Side, b: Side) -> list[Difference]:
-    """Returns the fields in which two sides differ, those of kvern's own version among them."""
-    found: list[Difference] = []
-    for benchmark in dict.fromkeys(record.benchmark for record in a.records):
-        for mine, other in zip(a.of(benchmark)[:1], b.of(benchmark)[:1], strict=False):
-            found += _differences(mine, other)
-    return list(dict.fromkeys(found))
+    """Returns the fields in which records of two sides differ, those of kvern's own version among them."""
+    return list(dict.fromkeys(_differences([*a.records, *b.records])))
 
 
-def _differences(a: Record, b: Record) -> Iterator[Difference]:
+def _differences(records: Sequence[Record]) -> Iterator[Difference]:
+    """Yields the fields in which records differ from the first of their benchmark, and in cases of it from the first
+    of the case's name."""
+    firsts = dict[str, Record]()
+    cases = dict[tuple[str, str], Case]()
+    for record in records:
+        yield from _settings(firsts.setdefault(record.benchmark, record), record)
+        for case in record.cases:
+            first = cases.setdefault((record.benchmark, case.name), case)
+            yield from _apart(f"{case.name}.", first.workload, case.workload)
+
+
+def _settings(a: Record, b: Record) -> Iterator[Difference]:
+    """Yields the fields outside of cases in which two records of a benchmark differ."""
     for place in ("hardware", "software"):
         mine, other = (msgspec.to_builtins(getattr(record, place)) for record in (a, b))
         yield from _apart(f"{place}.", mine, other, without=frozenset({"memory_bytes"}))
@@ -149,10 +153,6 @@ def _differences(a: Record, b: Record) -> Iterator[Difference]:
         yield from _apart("options.", a.options or {}, b.options or {}, without=UNCOMPARED)
         mine, other = ({"threads": record.conditions.get("threads")} for record in (a, b))
         yield from _apart("", mine, other)
-    others = {case.name: case for case in b.cases}
-    for case in a.cases:
-        if case.name in others:
-            yield from _apart(f"{case.name}.", case.workload, others[case.name].workload)
 
 
 def _apart(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvern.bench.compare import Comparison, Difference, Side, comparisons, differences
+from kvern.errors import ConfigError
 
 FINE = 0
 LOSS = 1
@@ -43,8 +44,12 @@ def judge_all(
 ) -> list[Judgement]:
     """Judges the main figures of a baseline, or those with given names, in a candidate.
 
-    `allowed`: fields, or the beginnings of their names, that may differ.
+    `allowed`: fields, or the beginnings of their names, that may differ. Raises ConfigError for a name that no figure
+    of the baseline has.
     """
+    known = {name for record in baseline.records for case in record.cases for name in case.figures}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"figures has {unknown[0]!r:.80}: those of {baseline.name} are {', '.join(sorted(known))}")
     apart = [item for item in differences(baseline, candidate) if _matters(item, allowed)]
     if apart:
         return [Judgement(UNTOLD, f"cannot tell: not comparable: {item}") for item in apart]
@@ -58,7 +63,7 @@ def judge_all(
     found = {(item.benchmark, item.case, item.figure): item for item in comparisons(baseline, candidate)}
     missing = sorted(wanted - found.keys())
     if not wanted:
-        return [Judgement(UNTOLD, "cannot tell: the baseline has no such figures")]
+        return [Judgement(UNTOLD, "cannot tell: the baseline has no main figures: give --figures")]
     return [
         *(judge(item, tolerance) for key, item in found.items() if key in wanted),
         *(Judgement(UNTOLD, f"cannot tell: {', '.join(key)}: not on both sides") for key in missing),
