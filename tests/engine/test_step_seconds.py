@@ -9,6 +9,7 @@ from kvern.engine.step_seconds import StepSeconds
 from kvern.observe.metrics import Metrics
 from kvern.planning.estimate import StepFactors
 from kvern.request.events import CAUSES, EngineStatistics, all_together
+from kvern.request.store_figures import StoreFigures
 from tests.support.random_lives import random_life
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import FACTORS
@@ -148,6 +149,40 @@ def test_metrics_count_on_when_the_engine_is_replaced() -> None:
         for cause in CAUSES
     }
     assert {cause: spent for cause, spent in found.items() if spent} == {"weights": 1.5, "idle": 2.0}
+
+
+def test_metrics_count_once_what_an_engine_did_before_it_slept_and_go_on() -> None:
+    metrics = Metrics("m")
+
+    def figures() -> list[float | None]:
+        idle = {"model_name": "m", "cause": "idle"}
+        names = ("generation_tokens_total", "step_time_ratio", "tier_read_bytes_total")
+        labels = {"model_name": "m"}
+        found = [metrics.registry.get_sample_value(f"kvern:{name}", labels) for name in names[:2]]
+        found.append(metrics.registry.get_sample_value(f"kvern:{names[2]}", labels | {"store": "host"}))
+        return [*found, metrics.registry.get_sample_value("kvern:engine_seconds_total", idle)]
+
+    def hear(tokens: int) -> None:
+        seconds = (*[0.0] * 13, float(tokens))
+        stores = {"host": StoreFigures(read_bytes=tokens)}
+        metrics.experts.count([[tokens]])
+        metrics.step(
+            EngineStatistics(
+                steps=tokens, generation_tokens=tokens, seconds=seconds, stores=stores, step_time_ratio=1.2
+            ),
+            0.0,
+        )
+
+    hear(10)
+    metrics.sleeps()
+    assert figures() == [10, 0, 10, 10], "it may sleep for long"
+    hear(15)
+    assert figures() == [15, 1.2, 15, 15] and metrics.experts.sums() == [[15]]
+    metrics.engine(ready=False)
+    assert figures()[1] == 0
+    metrics.rests()
+    hear(4)
+    assert figures() == [19, 1.2, 19, 19] and metrics.experts.sums() == [[19]]
 
 
 def test_an_engine_that_works_does_not_report_after_each_step() -> None:

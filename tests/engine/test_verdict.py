@@ -200,6 +200,24 @@ def test_there_is_no_verdict_at_once() -> None:
     assert watch.verdict is None
 
 
+def test_an_idle_hour_that_is_told_at_once_does_not_hide_the_load_after_it() -> None:
+    watch, engine = VerdictWatch(), Spending()
+    for _ in range(30):
+        watch.hear(engine.spend(1.0, step=1.0))
+    watch.hear(engine.spend(3600.0, idle=1.0))
+    for _ in range(int(LEAST) + 1):
+        watch.hear(engine.spend(1.0, step=1.0))
+    assert watch.verdict is not None and (watch.verdict.cause, watch.verdict.share) == ("step", 1.0)
+    assert "card" not in str(watch.verdict), "ranks in DP attention have one that is known"
+
+
+def test_steps_that_are_longer_than_the_window_have_a_verdict() -> None:
+    watch, engine = VerdictWatch(), Spending()
+    for _ in range(3):
+        watch.hear(engine.spend(3 * WINDOW, products=1.0))
+    assert watch.verdict is not None and watch.verdict.cause == "products"
+
+
 def test_the_log_is_told_once_and_no_more_than_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     time, engine = EngineTime({"model_name": "m"}), Spending()
     with caplog.at_level("INFO", "kvern.verdict"):

@@ -18,6 +18,7 @@ from kvern import EngineConfig, SamplingParams
 from kvern.residency.keeper import Keeper, memory_of
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
+from kvern.serving.replicas import Replica
 from tests.support.encoders import make_encoder
 from tests.support.families import make_checkpoint
 from tests.support.peft_adapters import make_adapter
@@ -54,6 +55,17 @@ def own_memory(client: EngineClient) -> int:
     return sum(1024 * int(text.partition("Anonymous:")[2].split()[0]) for text in texts)
 
 
+def counts_once(replica: Replica) -> bool:
+    """Its metrics have what its engines say that they generated, one after another."""
+    [counted] = [
+        sample.value
+        for family in replica.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "kvern:generation_tokens_total"
+    ]
+    return counted == replica.statistics.generation_tokens > 0
+
+
 def link_of(client: EngineClient) -> EngineLink:
     return next(iter(client.replicas)).supervisor.link
 
@@ -86,6 +98,7 @@ def test_answers_are_those_of_an_engine_that_never_slept_and_its_memory_goes(
                 await client.start()
                 assert await answer(client, sleep_after=after) == expected
                 assert link_of(client) is link, "the same process goes on"
+            assert all(map(counts_once, client.replicas))
 
     asyncio.run(run())
 
@@ -161,6 +174,7 @@ def test_an_engine_that_ends_in_its_sleep_or_at_its_end_is_replaced() -> None:
             assert not await falling
             await client.start()
             assert await answer(client) == expected
+            assert all(map(counts_once, client.replicas))
 
     asyncio.run(run())
 

@@ -45,8 +45,12 @@ class EngineTime(Collector):
     def restarted(self) -> None:
         """Keeps the seconds of an engine that was replaced."""
         self._earlier, self._now = self._sums(), ()
-        self._watch.forget()
         self._logged = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the last seconds, which the verdict was about."""
+        self._watch.forget()
 
     def collect(self) -> Iterator[Metric]:
         """Yields a counter with the label `cause`, of those causes that there were."""

@@ -304,6 +304,8 @@ class Metrics:
     def engine(self, ready: bool) -> None:
         """Sets whether an engine takes requests."""
         self._ready.set(ready)
+        if not ready:
+            self._ratio.set(0)
 
     def restarted(self) -> None:
         """Counts a restart; the new engine's counters begin at 0."""
@@ -314,11 +316,16 @@ class Metrics:
         """Counts a change of weights."""
         self._weight_updates.inc()
 
-    def rests(self) -> None:
-        """Notes that there is no engine until the model is woken, whose counters begin at 0."""
-        for gauge in (self._running, self._waiting, self._usage):
+    def sleeps(self) -> None:
+        """Notes that the engine runs nothing until the model is woken; its counters go on then."""
+        for gauge in (self._running, self._waiting, self._usage, self._ratio):
             gauge.set(0)
         self._ready.set(math.nan)
+        self.time.forget()
+
+    def rests(self) -> None:
+        """Notes that there is no engine until the model is woken, whose counters begin at 0."""
+        self.sleeps()
         self._begin_anew()
 
     def _begin_anew(self) -> None:

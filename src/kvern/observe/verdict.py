@@ -9,6 +9,7 @@ WINDOW = 20.0
 """The seconds of the engine that a verdict is about."""
 LEAST = 5.0
 """The fewest seconds, after a start."""
+IDLE = CAUSES.index("idle")
 EVERY = 1.0
 """The engine's seconds between two looks."""
 LEAD = 0.1
@@ -31,7 +32,7 @@ SAYS = {
         "fewer cards for each replica and more replicas (--data-parallel-size) make it faster",
     ),
     "step": (
-        "steps of {requests:.1f} requests run on a card of unknown speed",
+        "steps of {requests:.1f} requests run, whose parts are not estimated here",
         "kvern profile shows which part of them takes longest",
     ),
     "host": (
@@ -134,8 +135,12 @@ class VerdictWatch:
     def hear(self, statistics: EngineStatistics) -> bool:
         """Takes the newest statistics, which must not change later; returns whether the cause is another now."""
         now = sum(statistics.seconds)
-        if self._seen and now < self._seen[-1][0] + EVERY:
-            return False
+        if self._seen:
+            last, before_it = self._seen[-1]
+            if now < last + EVERY:
+                return False
+            if _idle(statistics) - _idle(before_it) > WINDOW:  # it is told at once, after requests have come
+                self.forget()
         self._seen.append((now, statistics))
         while len(self._seen) > 1 and self._seen[1][0] <= now - WINDOW:
             self._seen.popleft()
@@ -147,6 +152,10 @@ class VerdictWatch:
         return self.verdict is not None and self.verdict.cause != before
 
     def forget(self) -> None:
-        """The engine has been replaced."""
+        """What was before says nothing about the next seconds."""
         self._seen.clear()
         self.verdict = None
+
+
+def _idle(statistics: EngineStatistics) -> float:
+    return statistics.seconds[IDLE] if statistics.seconds else 0.0

@@ -151,12 +151,13 @@ class Replica:
         self._rested = self._started
         self.workload.fate = FELL_ASLEEP
         self.adapters.interrupt_reading(EngineDied(ASLEEP))
-        self.metrics.rests()
+        self.metrics.sleeps()
 
     def lost(self) -> None:
         """The engine has ended in its sleep."""
         self._earlier = self.statistics.at_the_end()
         self._latest = EngineStatistics()
+        self.metrics.rests()
         self.interrupt(EngineDied("the engine has ended"))
         self._siblings.lost()
 
