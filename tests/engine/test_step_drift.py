@@ -36,19 +36,33 @@ Work = tuple[int, int, int]
 """Decodes of a step, the keys before each of them, and the tokens of a prompt beside them."""
 
 
-class Machine:
-    """Steps of this duration, with 5 % of noise, and one of a hundred that takes up to twenty times as long."""
+class Looked:
+    """A look at a machine; it counts how often one was prepared."""
 
-    def __init__(self, folder: Path, seed: int = 0, versions: dict[str, str] = VERSIONS) -> None:
+    begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def __call__(self) -> str:
+        return LOOKED
+
+
+class Machine:
+    """Steps of this duration, with so much noise, and one of a hundred that takes up to twenty times as long."""
+
+    def __init__(self, folder: Path, seed: int = 0, versions: dict[str, str] = VERSIONS, noise: float = 0.05) -> None:
         self.dice = random.Random(seed)
+        self.noise = noise
         self.times = StepTimes(folder, ENGINE, versions)
-        self.drift = StepDrift(self.times, lambda: LOOKED)
+        self.look = Looked()
+        self.drift = StepDrift(self.times, self.look)
         self.now = 0.0
         self.slowdown = 1.0
 
     def step(self, rows: int = 8, keys: int = 100, prompt: int = 0) -> None:
         seconds = 0.010 + 0.0002 * rows + 3e-8 * rows * keys + 0.00005 * prompt + 1e-9 * prompt**2
-        seconds *= self.slowdown * self.dice.lognormvariate(0, 0.05)
+        seconds *= self.slowdown * self.dice.lognormvariate(0, self.noise)
         if self.dice.random() < 0.01:
             seconds *= self.dice.uniform(2, 20)
         self.now += seconds
@@ -125,6 +139,57 @@ def test_noise_and_outliers_are_no_drift(seed: int, tmp_path: Path, caplog: pyte
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("noise", [0.2, 0.3])
+@pytest.mark.parametrize("seed", range(5))
+def test_strong_noise_is_no_drift_and_does_not_change_what_is_usual(
+    seed: int, noise: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path, seed, noise=noise)
+    machine.steps(1000)
+    [learnt] = machine.times.seconds.values()
+    machine.steps(19_000)
+    assert caplog.text == "" and list(machine.times.seconds.values()) == [learnt]
+    assert learnt == pytest.approx(0.0116, rel=0.05)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_a_fast_spell_leaves_no_alarm(noise: float, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(tmp_path, noise=noise)
+    machine.steps(1000)
+    machine.slowdown = 0.88
+    machine.steps(400)
+    machine.slowdown = 1.0
+    machine.steps(400)
+    assert machine.drift.ratio == pytest.approx(1.0, abs=0.06) and caplog.text == ""
+    machine.slowdown = 1.1
+    machine.until_warned(caplog, 120 if noise < 0.1 else 2000)
+
+
+def test_what_stays_faster_is_usual_at_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(tmp_path)
+    machine.steps(200)
+    machine.slowdown = 0.85
+    machine.steps(600)
+    assert machine.drift.ratio == pytest.approx(1.0, abs=0.03) and caplog.text == ""
+
+
+def test_what_was_slow_for_very_long_is_learnt_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_drift, "AGAIN", 100)
+    machine = Machine(tmp_path)
+    machine.steps(200)
+    machine.slowdown = 1.2
+    machine.steps(700)
+    assert machine.drift.ratio == pytest.approx(1.2, abs=0.03) and "learnt again" not in caplog.text
+    machine.steps(600)
+    assert machine.drift.ratio == pytest.approx(1.0, abs=0.03)
+    assert "learnt again: in the last 800" in caplog.text and "as long as usual again" in caplog.text
+    machine.slowdown = 1.35
+    machine.steps(200)
+    assert machine.drift.ratio == pytest.approx(1.35 / 1.2, abs=0.03) and caplog.text.count(LOOKED) == 2
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_other_traffic_is_no_drift(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(tmp_path, seed)
@@ -153,7 +218,7 @@ def test_what_is_learnt_from_slow_steps_is_corrected_when_they_are_faster(
     machine.slowdown = 1.5
     machine.steps(200)
     machine.slowdown = 1.0
-    machine.steps(200)
+    machine.steps(300)
     assert machine.drift.ratio == pytest.approx(1.0, abs=0.03) and caplog.text == ""
     machine.slowdown = 1.15
     machine.until_warned(caplog, 120)
@@ -197,6 +262,34 @@ def test_another_driver_is_another_baseline_and_is_compared(tmp_path: Path, capl
     assert changed.drift.ratio == pytest.approx(1.0, abs=0.03), "with this driver they are usual"
     changed.times.save()
     assert StepTimes(tmp_path, ENGINE, VERSIONS).seconds.keys() == StepTimes(tmp_path, ENGINE, after).seconds.keys()
+
+
+def test_engines_of_several_versions_keep_each_others_times(tmp_path: Path) -> None:
+    """They run at the same time, and write now and then."""
+    new = {**VERSIONS, "driver": "550.2"}
+    one, twin, newer = (StepTimes(tmp_path, ENGINE, versions) for versions in (VERSIONS, VERSIONS, new))
+    buckets = Bucket("decode", 1, 19), Bucket("decode", 5, 19), Bucket("decode", 9, 19)
+    one.seconds |= {buckets[0]: 0.01, buckets[1]: 0.02}
+    one.save()
+    newer.seconds[buckets[0]] = 0.04
+    newer.save()
+    twin.seconds |= {buckets[1]: 0.03, buckets[2]: 0.05}
+    twin.save()
+    assert StepTimes(tmp_path, ENGINE, VERSIONS).seconds == dict(zip(buckets, (0.01, 0.03, 0.05), strict=True))
+    assert StepTimes(tmp_path, ENGINE, new).seconds == {buckets[0]: 0.04}
+    assert twin.seconds.keys() == {*buckets[1:]}, "what another engine has learnt is for the next start"
+    one.path.write_bytes(b"damaged")
+    one.save()
+    assert StepTimes(tmp_path, ENGINE, VERSIONS).seconds == one.seconds
+
+
+def test_the_machine_is_looked_at_only_when_steps_may_be_slower(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, noise=0.01)
+    machine.steps(20_000)
+    assert machine.look.begun < 3
+    machine.slowdown = 1.1
+    machine.steps(40)
+    assert machine.look.begun >= 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +359,7 @@ def test_the_core_tells_the_watch(
 ) -> None:
     monkeypatch.setattr(step_drift, "SELDOM", 3)
     engine = SimulatedEngine(Setup(depth=depth, slots=1, max_model_len=60))
-    drift = StepDrift(StepTimes(tmp_path, ENGINE, VERSIONS), lambda: LOOKED)
+    drift = StepDrift(StepTimes(tmp_path, ENGINE, VERSIONS), Looked())
     set_pace(engine.core, Pace(clock=lambda: engine.device.clock, drift=drift))
     for number in range(14):
         if number == 7:
@@ -329,11 +422,15 @@ def test_what_a_machine_does_is_said_where_it_can_be_read(tmp_path: Path) -> Non
     assert "look at other processes" in SlowMachine([], tmp_path)()
     write("proc/stat", "cpu  100 0 100 800 0 0 0 0 0 0\ncpu0 1 2 3\n")
     machine = SlowMachine([], tmp_path)
-    write("proc/stat", "cpu  150 0 110 810 0 0 0 30 0 0\n")
+    write("proc/stat", "cpu  900 0 100 9000 0 0 0 0 0 0\n")
+    machine.begin()
+    write("proc/stat", "cpu  950 0 110 9010 0 0 0 30 0 0\n")
     write("proc/pressure/cpu", "some avg10=1.00 avg60=23.50 avg300=9.00 total=1\n")
     write("proc/cpuinfo", "cpu MHz\t\t: 1200.0\ncpu MHz\t\t: 1400.0\n")
     write("sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq", "3600000\n")
     said = machine()
     assert "idle for 10% of its time, and other virtual machines had 30%" in said
     assert "23.50 % of the last minute" in said and "1300 of 3600 MHz" in said
-    assert "GPU-1" in SlowMachine(["GPU-1"], tmp_path)(), "a card that cannot be asked is named"
+    card = SlowMachine(["GPU-1"], tmp_path)
+    card.begin()
+    assert "GPU-1" in card(), "a card that cannot be asked is named"

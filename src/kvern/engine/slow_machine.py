@@ -23,8 +23,13 @@ class SlowMachine:
         self._gpus, self._system = gpus, system
         self._times = self._read_times()
 
+    def begin(self) -> None:
+        """Notes the processor's time, if there are no cards."""
+        if not self._gpus:
+            self._times = self._read_times()
+
     def __call__(self) -> str:
-        """Returns what is seen, with the processor's time since the last call, and what to do."""
+        """Returns what is seen, with the processor's time since the last call of either, and what to do."""
         seen = [self._card(gpu) for gpu in self._gpus] if self._gpus else [*self._processor(), *self._waits()]
         return "; ".join(seen) or "Nothing of the machine's clocks and load can be read here: look at other processes"
 

@@ -63,15 +63,12 @@ class StepTimes:
         self.seconds: dict[Bucket, float] = {}
         self.earlier: Mapping[Bucket, float] = {}
         self.earlier_name = ""
-        self._others: list[Kept] = []
-        self._writes = True
+        self._writes, self._warns = True, True
         for kept, seconds in self._read():
             if kept.versions == self._versions:
                 self.seconds = seconds
-                continue
-            if not self._others:
+            elif not self.earlier_name:
                 self.earlier, self.earlier_name = seconds, self._difference(kept.versions)
-            self._others.append(kept)
 
     def _read(self) -> list[tuple[Kept, dict[Bucket, float]]]:
         try:
@@ -86,9 +83,11 @@ class StepTimes:
         except FileNotFoundError:
             return []
         except (OSError, ValueError) as error:
-            logger.warning(
-                "what steps usually take is learnt anew, for %s cannot be used: %s", self.path, reason(error)
-            )
+            if self._warns:
+                logger.warning(
+                    "what steps usually take is learnt anew, for %s cannot be used: %s", self.path, reason(error)
+                )
+            self._warns = False
             return []
 
     def _difference(self, versions: Mapping[str, str]) -> str:
@@ -100,11 +99,18 @@ class StepTimes:
         return ", ".join(pairs)
 
     def save(self) -> None:
-        """Writes the file, in one go, so that another process never reads half of it."""
+        """Writes the file, with what others have written since, in one go, so that nobody reads half of it."""
         if not self._writes:
             return
-        seconds = {str(bucket): float(f"{taken:.4g}") for bucket, taken in self.seconds.items()}
-        stored = StoredTimes(self._engine, [Kept(self._versions, seconds), *self._others[: VERSIONS - 1]])
+        seconds: dict[str, float] = {}
+        others: list[Kept] = []
+        for kept, _ in self._read():
+            if kept.versions == self._versions:
+                seconds = kept.seconds
+            else:
+                others.append(kept)
+        seconds |= {str(bucket): float(f"{taken:.4g}") for bucket, taken in self.seconds.items()}
+        stored = StoredTimes(self._engine, [Kept(self._versions, seconds), *others[: VERSIONS - 1]])
         temporary = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

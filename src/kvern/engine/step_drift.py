@@ -4,15 +4,16 @@
                                                                       +-> median of the last ones --> `ratio`
 
 A bucket is of one kind and of nearly one size, so that other traffic is no drift. What is usual is the median of a
-bucket's first steps and does not rise afterwards: costs that are learnt all the time would hide a slow drift. It is
-kept from start to start (`step_baseline.py`). No clock is read here.
+bucket's first steps, of more of them the noisier they are. It falls if steps stay faster for long, but costs that were
+learnt all the time would hide a slow drift: it rises only if a bucket was slow for AGAIN medians, when it is learnt
+anew. It is kept from start to start (`step_baseline.py`). No clock is read here.
 """
 
 import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvern.engine.step_load import StepLoad
@@ -24,18 +25,29 @@ EVERY, SELDOM = 32, 80
 WARM = 16
 """The number of steps after a start that are not measured: they fill caches and may compile."""
 LEARNT = 32
-"""The number of a bucket's steps whose median is usual."""
+"""The number of a bucket's steps whose median is usual: so many, or so many more until it is known well."""
+MOST_LEARNT = 16 * LEARNT
+ERROR = 0.015
+"""The standard error in logarithms of a median that is known well."""
 GROUP = 8
 """The number of a bucket's steps whose median is judged: a collection of garbage is in one of them."""
 DELTA = 0.05
 """A slowdown in logarithms that is none."""
 LIMIT = 0.3
-"""The sum of what medians are above DELTA that is a drift: seven of them, if steps take 10 % longer."""
+"""The least sum of what medians are above DELTA that is a drift: seven of them, if steps take 10 % longer."""
+NOISE = 10.0
+"""The sum that is a drift divided by the square of a group's spread, for noisy steps: once in a million medians."""
+LOWERS = 6.0
+"""The sum of what a bucket's medians are below -DELTA that lowers what is usual: a cold card's fast spell does not."""
+AGAIN = 2500
+"""The number of a bucket's medians while steps are slow after which it is learnt again: 20,000 measured steps."""
 RECENT = 15
 """The number of medians whose median is the ratio."""
+SPREADS = 63
+"""The number of groups whose median spread is the noise."""
 MOST_BUCKETS = 2000
 PAUSE = 60.0
-"""The least seconds between two times of writing what is usual, and of looking at the machine."""
+"""The least seconds between two times of writing what is usual."""
 FEW_KEYS = 512
 """Keys that take no time worth speaking of."""
 PAIRS_OF_KEY = 16
@@ -88,6 +100,15 @@ class Bucket(NamedTuple):
         return f"{self.kind} steps of {rows} and {keys} keys"
 
 
+def _is_known(values: Sequence[float]) -> bool:
+    """Returns whether the median of these is known well, asked for each one more."""
+    if len(values) % LEARNT or len(values) >= MOST_LEARNT:
+        return len(values) >= MOST_LEARNT
+    low, _, high = statistics.quantiles(values, n=4)
+    deviation = (high - low) / 1.35  # as long as most of them are spread like a normal distribution
+    return 1.25 * deviation / math.sqrt(len(values)) <= ERROR
+
+
 def _least(length: int, parts: int) -> int:
     """The least number whose power of `parts` has so many bits."""
     return math.ceil(2 ** ((length - 1) / parts) - 1e-9)
@@ -105,32 +126,45 @@ class Baseline(Protocol):
         """Writes `seconds`; that it cannot is no failure."""
 
 
+class Look(Protocol):
+    """A look at what a machine does that slows steps."""
+
+    def begin(self) -> None:
+        """A slowdown may begin now, which is cheap and often wrong."""
+
+    def __call__(self) -> str:
+        """Returns what is seen, since the last call of either, and what to do."""
+
+
 class _Cell:
     """A bucket's times: logarithms of seconds."""
 
-    __slots__ = ("below", "group", "learning", "usual")
+    __slots__ = ("below", "group", "learning", "run", "slow", "usual")
 
     def __init__(self, usual: float | None) -> None:
         self.usual = usual
         self.learning: list[float] = []
         self.group: list[float] = []
-        self.below = 0.0
-        """The sum of what medians are below usual."""
+        self.below, self.run = 0.0, 0
+        """The sum of what the last medians are below usual, and their number."""
+        self.slow = 0
+        """The number of medians since steps are slow."""
 
 
 class StepDrift:
-    """Is told how long steps took. `look` says what a machine does that slows steps, since it was called last."""
+    """Is told how long steps took. `look` says why they may be slow."""
 
-    def __init__(self, baseline: Baseline, look: Callable[[], str]) -> None:
+    def __init__(self, baseline: Baseline, look: Look) -> None:
         self._baseline, self._look = baseline, look
         self._cells = {bucket: _Cell(math.log(seconds)) for bucket, seconds in baseline.seconds.items()}
         self._warm = WARM
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._spreads: deque[float] = deque(maxlen=SPREADS)
         self._sum, self._run = 0.0, 0
         self._level = 0.0
         self._slow = False
         self._changed = False
-        self._save_at = self._look_at = 0.0
+        self._save_at = 0.0
         self._compared: dict[Bucket, float] | None = {} if baseline.earlier else None
 
     @property
@@ -155,21 +189,20 @@ class StepDrift:
         value = math.log(max(seconds, 1e-9))
         if cell.usual is None:
             cell.learning.append(value)
-            if len(cell.learning) == LEARNT:
-                # what is learnt while steps are slow is not usual
-                usual = statistics.median(cell.learning) - (self._level if self._slow else 0.0)
-                cell.learning.clear()
+            if _is_known(cell.learning):
+                # what is learnt while steps are slow is not usual, unless they are for very long
+                level = self._level if self._slow and cell.slow < AGAIN else 0.0
+                usual = statistics.median(cell.learning) - level
+                cell.learning, cell.slow = [], 0
                 self._set(bucket, cell, usual)
                 self._compare(bucket, usual)
         else:
             cell.group.append(value - cell.usual)
             if len(cell.group) == GROUP:
-                middle = statistics.median(cell.group)
+                group = sorted(cell.group)
                 cell.group.clear()
-                self._judge(bucket, cell, middle)
-        if now >= self._look_at:
-            self._look_at = now + PAUSE
-            self._look()
+                self._spreads.append(group[-2] - group[1])
+                self._judge(bucket, cell, statistics.median(group))
         if self._changed and now >= self._save_at:
             self._changed, self._save_at = False, now + PAUSE
             self._baseline.save()
@@ -181,10 +214,20 @@ class StepDrift:
 
     def _judge(self, bucket: Bucket, cell: _Cell, middle: float) -> None:
         assert cell.usual is not None
-        cell.below = max(0.0, cell.below - middle - DELTA)
-        if cell.below > LIMIT:  # it was learnt from slow steps, or something has become faster
-            cell.below = 0.0
-            self._set(bucket, cell, cell.usual + middle)
+        cell.below, cell.run = max(0.0, cell.below - middle - DELTA), cell.run + 1
+        if not cell.below:
+            cell.run = 0
+        elif cell.below > LOWERS:  # it was learnt from slow steps, or something has become faster
+            self._set(bucket, cell, cell.usual - DELTA - cell.below / cell.run)
+            cell.below, cell.run = 0.0, 0
+            return
+        cell.slow += self._slow
+        if cell.slow >= AGAIN:
+            logger.warning(
+                "what %s usually take is learnt again: in the last %d that were measured it was %.3g ms, and they took "
+                "longer", bucket.shown(), GROUP * AGAIN, 1000 * math.exp(cell.usual),
+            )  # fmt: skip
+            cell.usual = None
             return
         self._recent.append(middle)
         self._level = statistics.median(self._recent)
@@ -193,13 +236,17 @@ class StepDrift:
         self._run += 1
         if self._sum <= 0:
             self._sum, self._run = 0.0, 0
-        elif self._sum > LIMIT:
+        elif self._sum > max(LIMIT, NOISE * statistics.median(self._spreads) ** 2):
             self._turn(bucket, cell.usual)
+        elif self._run == 1 and not self._slow:
+            self._look.begin()
 
     def _turn(self, bucket: Bucket, usual: float) -> None:
         mean = self._sum / self._run
         self._sum, self._run = 0.0, 0
         self._slow = not self._slow
+        for each in self._cells.values():
+            each.slow = 0
         if not self._slow:
             logger.warning("steps take as long as usual again: %.2f times as long", math.exp(DELTA / 2 - mean))
             return

@@ -152,7 +152,7 @@ class VerdictWatch:
         return self.verdict is not None and self.verdict.cause != before
 
     def forget(self) -> None:
-        """What was before says nothing about the next seconds."""
+        """Forgets what was, as it says nothing about the next seconds."""
         self._seen.clear()
         self.verdict = None
 
