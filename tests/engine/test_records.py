@@ -142,6 +142,31 @@ def test_drafts_are_counted() -> None:
     assert 8 < record.accepted_tokens == record.draft_tokens and record.steps < 40
 
 
+def test_a_change_of_weights_is_not_taken_for_others_that_need_blocks() -> None:
+    engine = SimulatedEngine(ROOMY)
+    engine.add([0] * 4, 9)
+    engine.step()
+    engine.step()
+    engine.scheduler.renew(keep=False)
+    engine._rest(3.0)
+    engine.run()
+    record = record_of(engine, 0)
+    assert (record.preemption_count, record.undone) == (0, 1)
+    assert record.longest_gap is not None and record.longest_gap.cause == "weights"
+
+
+def test_what_was_short_before_an_idle_time_is_not_what_the_next_request_waits_for() -> None:
+    engine = SimulatedEngine(SHORT["rows"])
+    requests = [*engine.add([0] * 4, 9), *engine.add([1] * 4, 9)]
+    engine.step()
+    for request in requests:
+        engine.finish(request)
+    engine.add([2] * 4, 2)
+    engine._rest(3.0)
+    engine.run()
+    assert record_of(engine, 2).waits == {"queue": 3.0}
+
+
 def test_records_can_be_left_out() -> None:
     engine = SimulatedEngine(ROOMY)
     scheduler = Scheduler(ROOMY.limits, ROOMY.cache(None), POLICIES["fcfs"])

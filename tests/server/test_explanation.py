@@ -5,8 +5,8 @@ import weakref
 from typing import Any
 
 from kvern.request.record import MOST_CHUNKS, Gap, RequestRecord
-from kvern.server.explanation import explained
-from kvern.serving.served import BASE_BYTES, MOST_RECORDS, Ledger, ServedRequest
+from kvern.server.explanation import MOST_EVENTS, explained
+from kvern.serving.served import BASE_BYTES, MOST_RECORDS, PART_BYTES, Ledger, ServedRequest
 
 
 def request(name: str = "one", key: str = "ann", **fields: Any) -> ServedRequest:
@@ -53,31 +53,90 @@ def test_one_that_was_refused_has_its_status() -> None:
     assert told["status"] == 429 and told["records"] == [] and told["timeline"][-1]["text"].endswith("status 429")
 
 
-def test_few_requests_are_remembered_and_the_last_to_end_the_longest() -> None:
-    ledger = Ledger(most=3)
+def test_the_time_before_the_first_token_is_the_prompt_s() -> None:
+    def computed(**fields: Any) -> dict[str, float]:
+        served = request(status=200, ended=2.4)
+        served.recorded("0", record(first_step=0.5, waits={"queue": 0.5, "blocks": 0.7}, **fields))
+        causes = {part["cause"]: part["seconds"] for part in explained(served)["causes"]}
+        return {cause: causes[cause] for cause in ("prompt", "answer", "computing") if cause in causes}
+
+    assert computed(first_token=1.5, preemptions=(2.0,), preemption_count=1) == {"prompt": 1.0, "answer": 0.2}
+    assert computed(first_token=1.5, preemptions=(0.6,), preemption_count=1) == {"prompt": 0.3, "answer": 0.9}
+    assert computed(first_token=1.5, preemptions=(0.6, 2.0), preemption_count=2) == {"computing": 1.2}
+    assert computed(first_token=1.5, undone=1) == {"computing": 1.2}
+    assert computed(undone=1) == {"prompt": 1.2}
+
+
+def test_an_engine_that_tells_nothing_of_a_request_is_named() -> None:
+    served = request(status=200, ended=2.5)
+    served.given("1")
+    served.passages[0].given = 0.1
+    told = explained(served)
+    assert told["summary"] == "It spent 2.40 s of 2.50 s in its engine, which has told nothing of it."
+    assert [part["cause"] for part in told["causes"]] == ["engine", "server"]
+    served.lost(served.passages[0], "it died")
+    assert {part["cause"] for part in explained(served)["causes"]} == {"lost", "server"}
+
+
+def test_a_long_timeline_has_its_middle_left_out() -> None:
+    served = request(status=200, ended=2.5)
+    for _ in range(MOST_RECORDS):
+        served.recorded("0", record(preemptions=(0.1,) * MOST_CHUNKS, preemption_count=MOST_CHUNKS))
+    timeline = explained(served)["timeline"]
+    assert len(timeline) == MOST_EVENTS + 1
+    assert timeline[0]["text"].endswith("arrives") and timeline[-1]["text"].endswith("status 200")
+    left_out = MOST_RECORDS * (MOST_CHUNKS + 1) + 2 - MOST_EVENTS
+    assert timeline[MOST_EVENTS // 2]["text"] == f"{left_out:,} events are left out"
+
+
+def test_a_copy_stays_as_it_is() -> None:
+    served = request()
+    passage = served.given("0")
+    copy = served.copy()
+    served.lost(passage, "it died")
+    served.recorded("0", record())
+    assert copy.passages[0].until is None and not copy.records and copy.request_id == "one"
+
+
+def test_those_that_run_and_the_last_that_ended_are_remembered() -> None:
+    ledger = Ledger(most=2)
     kept = [request(str(number)) for number in range(4)]
-    for served in kept[:3]:
+    for served in kept:
         ledger.begin(served)
-    ledger.end(kept[0])
-    ledger.begin(kept[3])
-    assert [ledger.find("ann", str(number)) is not None for number in range(4)] == [True, False, True, True]
+    assert len(ledger) == 4
+    for number in (1, 2, 3, 0):
+        ledger.end(kept[number])
+    assert [ledger.find("ann", str(number)) is not None for number in range(4)] == [True, False, False, True]
     forgotten = weakref.ref(kept[1])
     del kept, served
     gc.collect()
     assert forgotten() is None
 
 
-def test_bytes_are_bounded() -> None:
+def test_bytes_are_bounded_with_records_that_come_late() -> None:
     large = request("large")
     for _ in range(3 * MOST_RECORDS):
         large.recorded("0", record(preemptions=(0.1,) * MOST_CHUNKS))
+        large.given("0")
     assert large.answers == 3 * MOST_RECORDS and len(large.records) == MOST_RECORDS
+    assert large.size - request().size > 2 * MOST_RECORDS * PART_BYTES
     ledger = Ledger(most_bytes=large.size + BASE_BYTES)
     for served in (request("first"), request("second"), large):
         ledger.begin(served)
+        served.ended = 1.0
+        ledger.end(served)
     assert ledger.find("ann", "first") is None and ledger.find("ann", "second") is not None
-    ledger.end(large)
+    late = request("late")
+    ledger = Ledger(most_bytes=large.size)
+    for served in (request("first"), late):
+        ledger.begin(served)
+        served.ended = 1.0
+        ledger.end(served)
     assert len(ledger) == 2
+    for _ in range(MOST_RECORDS):
+        late.recorded("0", record(preemptions=(0.1,) * MOST_CHUNKS))
+        late.given("0")
+    assert len(ledger) == 1 and ledger.find("ann", "late") is late
 
 
 def test_an_answer_is_found_by_its_id_by_its_own_key() -> None:

@@ -20,7 +20,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEYS)
-    with serving(*SMALL, "--api-key-file", str(keys)) as server:
+    with serving(*SMALL, "--api-key-file", str(keys), "--data-dir", str(keys.parent / "data")) as server:
         yield server
 
 
@@ -81,6 +81,33 @@ def test_an_answer_that_a_stop_string_ended_has_its_record(served: Served) -> No
     text = ask(served, "whole", max_tokens=40, seed=1).choices[0].text
     ask(served, "stopped", max_tokens=40, seed=1, stop=text[10:14])
     assert explanation(served, "stopped")["records"][0]["finish_reason"] == "stop"
+
+
+def test_a_background_response_is_explained_to_its_end(served: Served) -> None:
+    options: dict[str, Any] = {"model": "kvern-1m", "background": True, "extra_body": {"ignore_eos": True}}
+    begun = served.client("key-of-ann").responses.create(
+        **options, input="Once", max_output_tokens=60, extra_headers={"x-request-id": "behind"}
+    )
+    told = explanation(served, "behind")
+    assert (told["answer_id"], told["status"], told["answers"]) == (begun.id, 200, 1)
+    assert told["records"][0]["answer_tokens"] == 60
+    assert told["seconds"] >= told["records"][0]["ended"] and told["timeline"][-1]["text"].startswith("it has ended")
+    assert explanation(served, begun.id) == told
+
+
+def test_rows_of_a_batch_are_not_its_request_s(served: Served) -> None:
+    client = served.client("key-of-ann")
+    asked = {"model": "kvern-1m", "messages": QUESTION, "max_tokens": 3}
+    row = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": asked}
+    file = client.files.create(file=("rows.jsonl", json.dumps(row).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        extra_headers={"x-request-id": "rows"},
+    )
+    eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
+    assert served.raw("GET", "/v1/requests/rows/explain", key="key-of-ann")[0] == 404
 
 
 def test_the_command_tells_the_same(served: Served) -> None:

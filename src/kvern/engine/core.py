@@ -160,6 +160,8 @@ class EngineCore(EngineLoop):
         requests = requests_of(spec, progress)
         if not self.has_work:
             self._seconds.rests("idle")
+            if self._recorder is not None:
+                self._recorder.planned(None)
         try:
             for request in requests:
                 self._add(request)

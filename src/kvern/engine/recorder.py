@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvern.request.record import MOST_CHUNKS, Chunk, Gap, Lack, RequestRecord, Wait
+from kvern.request.record import MOST_CHUNKS, Chunk, Gap, Lack, Loss, RequestRecord, Wait
 from kvern.request.request import FinishReason, Request, State
 from kvern.request.request_log import RequestLog
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
@@ -154,14 +154,14 @@ class Recorder:
                 self._tick()
                 self._wait(log, None)
 
-    def preempted(self, request: Request, undone: bool) -> None:
-        """A request was told to wait; `undone`: because a step failed."""
+    def preempted(self, request: Request, loss: Loss) -> None:
+        """A request was told to wait."""
         log = request.answer.log
         if log is None:
             return
         log.reading = True
-        log.lost = self._now, "undone" if undone else "preempted"
-        if undone:
+        log.lost = self._now, loss
+        if loss != "preempted":
             log.undone += 1
             return
         log.preemptions.append(self._now - log.arrived_at)
@@ -192,7 +192,7 @@ class Recorder:
     # Steps
 
     def planned(self, lack: Lack | None) -> None:
-        """A step was planned; the best waiting request lacks this."""
+        """A step was planned, or none will be until a request comes; the best waiting request lacks this."""
         if (lack or "queue") != self._lack:
             self._tick()
             self._lack = lack or "queue"

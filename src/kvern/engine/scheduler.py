@@ -32,7 +32,7 @@ from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
 from kvern.engine.step_load import load_of
-from kvern.request.record import Lack
+from kvern.request.record import Lack, Loss
 from kvern.request.request import FinishReason, Request, State
 from kvern.request.spans import cut, least, within
 from kvern.request.step import BlockCopy, Fork, NewRequest, ScheduledTokens, SchedulerOutput
@@ -200,7 +200,7 @@ class Scheduler:
     def undo(self, step: int) -> None:
         """The steps from `step` on did not happen, though they were planned: all that run lose their places."""
         for request in list(self.running):
-            self._preempt(request, undone=True)
+            self._preempt(request, "undone")
         for request in self._awaited:
             request.in_flight = request.drafts.in_flight = 0
             self.waiting.wake(request)
@@ -219,7 +219,7 @@ class Scheduler:
             self.cache.keep(self.running)
         else:
             for request in list(self.running):
-                self._preempt(request)
+                self._preempt(request, "weights")
         self.waiting.loaded(self.cache.renew())
 
     def restrict(self, units: frozenset[str] | None) -> None:
@@ -230,7 +230,7 @@ class Scheduler:
             return
         for request in list(self.running):
             if request.unit not in units:
-                self._preempt(request, undone=True)
+                self._preempt(request, "undone")
         for unit in units:
             self.waiting.wake(unit)
 
@@ -504,11 +504,11 @@ class Scheduler:
             self._awaited.add(request)
         self.waiting.add(request, self.step)
 
-    def _preempt(self, request: Request, undone: bool = False) -> None:
-        """Let a running request wait; `undone`: a step failed."""
+    def _preempt(self, request: Request, loss: Loss = "preempted") -> None:
+        """Let a running request wait."""
         self.remove(request)
         if self._recorder is not None:
-            self._recorder.preempted(request, undone)
+            self._recorder.preempted(request, loss)
         self.preemption_count += 1
         self.requeue(request)
 

@@ -20,6 +20,8 @@ wait for their grammar, a load from a tier, their images, the prompt of the samp
 others that run apart because a step failed (`trial`).
 """
 WAITS: tuple[Wait, ...] = (*get_args(Lack), *get_args(get_args(Wait)[1]))
+Loss = Literal["preempted", "undone", "weights"]
+"""A way of losing a row: to others, because a step failed, or because the weights of the model changed."""
 MOST_CHUNKS = 32
 
 
@@ -40,9 +42,9 @@ class Gap(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     seconds: float
     began: float
-    cause: Literal["prefill", "preempted", "undone", "step"]
-    """The thing that came between: parts of prompts in the steps, the loss of its row, also by a step that failed
-    (`undone`), or nothing but a step that took so long."""
+    cause: Literal["prefill", "step"] | Loss
+    """The thing that came between: parts of prompts in the steps, the loss of its row, or nothing but a step that took
+    so long."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -75,7 +77,7 @@ class RequestRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The times at which it lost its row to others; the first MOST_CHUNKS."""
     preemption_count: int = 0
     undone: int = 0
-    """The number of times it lost its row because a step failed, its own or one before it."""
+    """The number of times it lost its row because a step failed, its own or one before it, or the weights changed."""
     steps: int = 0
     """The number of steps that computed some of it."""
     company: float = 0.0

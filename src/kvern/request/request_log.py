@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvern.request.record import Chunk, Wait
+from kvern.request.record import Chunk, Loss, Wait
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +66,8 @@ class RequestLog:
     last: float = math.inf
     longest: float = 0.0
     first_step: float | None = None
-    gap: tuple[float, Literal["prefill", "preempted", "undone", "step"]] | None = None
-    lost: tuple[float, Literal["preempted", "undone"]] | None = None
+    gap: tuple[float, Literal["prefill", "step"] | Loss] | None = None
+    lost: tuple[float, Loss] | None = None
     first_token: float | None = None
     drafts: list[int] = field(default_factory=lambda: [0, 0])
     chunks: list[Chunk] = field(default_factory=list)

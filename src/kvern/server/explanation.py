@@ -24,8 +24,11 @@ GAPS = {
     "prefill": "steps also computed prompts of others",
     "preempted": "it lost its row to others",
     "undone": "a step failed and was undone",
+    "weights": "the weights of the model changed",
     "step": "a step took so long",
 }
+MOST_EVENTS = 200
+"""The events of a timeline; of more the first and the last half are told."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,12 @@ class Part:
 
 
 def explained(served: ServedRequest) -> dict[str, Any]:
-    """Returns the answer about a request that runs or has ended."""
+    """Returns the answer about a request that runs or has ended. This takes long if it has many records."""
     whole = served.seconds if served.ended is None else served.ended
     records = served.records
     last = max((record for _, record in records), key=lambda record: record.arrived + record.ended, default=None)
     parts = sorted(_parts(served, last, whole), key=lambda part: part.seconds, reverse=True)
-    events = sorted(_events(served), key=lambda event: event[0])
+    events = _shortened(sorted(_events(served, [record for _, record in records]), key=lambda event: event[0]))
     return {
         "id": served.request_id,
         "object": "request.explanation",
@@ -78,9 +81,10 @@ def _parts(served: ServedRequest, record: RequestRecord | None, whole: float) ->
         if passage.until is not None:
             yield Part("lost", passage.until - passage.given, f"in engine {passage.engine}: {passage.reason}")
     if record is None:
-        if served.passages and served.ended is None:
-            latest = max(passage.given for passage in served.passages)
-            yield Part("engine", whole - latest, "in its engine, where it has not ended")
+        given = [passage.given for passage in served.passages if passage.until is None]
+        if given:
+            text = "where it has not ended" if served.ended is None else "which has told nothing of it"
+            yield Part("engine", whole - max(given), f"in its engine, {text}")
         yield Part("server", before, "in the server, before an engine had it")
         return
     came = record.arrived - served.arrived
@@ -88,27 +92,31 @@ def _parts(served: ServedRequest, record: RequestRecord | None, whole: float) ->
     yield Part("server", max(0.0, came - spent), "in the server, before its engine had it")
     for cause, seconds in record.waits.items():
         yield Part(cause, seconds, f"waiting {WAITED[cause]}{_losses(record) if cause == 'blocks' else ''}")
-    prompt, answer = _computed(record)
-    if prompt is not None:
-        yield Part("prompt", prompt, f"computing its prompt: {_prompt(record)}")
-    if answer is not None:
-        yield Part("answer", answer, f"computing its answer: {_answer(record)}")
+    yield from _computed(record)
     after = whole - came - record.ended
     if served.ended is not None and after > 0:
         yield Part("sending", after, "in the server, after its engine had ended it")
 
 
-def _computed(record: RequestRecord) -> tuple[float | None, float | None]:
-    """Returns the seconds in which a request had a row before its first token, and after; None if it had none."""
+def _computed(record: RequestRecord) -> Iterator[Part]:
+    """Yields the parts in which a request had a row: before its first token, and after.
+
+    They are one part if it lost its row and the record does not say how long it waited before its first token.
+    """
     if record.first_step is None:
-        return None, None
-    late = max(0.0, sum(record.waits.values()) - record.first_step)
-    until = record.ended if record.first_token is None else record.first_token
-    prompt = until - record.first_step
-    if any(time < until for time in record.preemptions) or record.undone:
-        prompt = max(0.0, prompt - late)
-    rest = record.ended - sum(record.waits.values()) - prompt
-    return prompt, None if record.first_token is None else max(0.0, rest)
+        return
+    waited = sum(record.waits.values())
+    computed = max(0.0, record.ended - waited)
+    if record.first_token is None:
+        yield Part("prompt", computed, f"computing its prompt: {_prompt(record)}")
+        return
+    early = sum(time < record.first_token for time in record.preemptions)
+    if record.undone or 0 < early < record.preemption_count:
+        yield Part("computing", computed, f"computing its prompt, {_prompt(record)}, and its answer, {_answer(record)}")
+        return
+    prompt = max(0.0, record.first_token - (waited if early else record.first_step))
+    yield Part("prompt", prompt, f"computing its prompt: {_prompt(record)}")
+    yield Part("answer", max(0.0, computed - prompt), f"computing its answer: {_answer(record)}")
 
 
 def _prompt(record: RequestRecord) -> str:
@@ -153,13 +161,21 @@ def _summary(served: ServedRequest, parts: list[Part], record: RequestRecord | N
     return " ".join(sentences) or "Nothing is known of it yet."
 
 
-def _events(served: ServedRequest) -> Iterator[tuple[float, str]]:
+def _shortened(events: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Returns the first and the last events, and how many are left out between."""
+    if len(events) <= MOST_EVENTS:
+        return events
+    half = MOST_EVENTS // 2
+    return [*events[:half], (events[half][0], f"{len(events) - 2 * half:,} events are left out"), *events[-half:]]
+
+
+def _events(served: ServedRequest, records: list[RequestRecord]) -> Iterator[tuple[float, str]]:
     yield 0.0, f"{served.path} arrives"
     for passage in served.passages:
         yield passage.given, f"engine {passage.engine} gets it"
         if passage.until is not None:
             yield passage.until, f"engine {passage.engine} gives it up: {passage.reason}"
-    for _, record in served.records:
+    for record in records:
         start, name = record.arrived - served.arrived, record.request_id.rpartition("-")[2]
         if record.first_step is not None:
             yield start + record.first_step, f"answer {name} gets a row"

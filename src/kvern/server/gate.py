@@ -25,7 +25,7 @@ from kvern.api.errors import HttpError
 from kvern.server.bodies import Lane
 from kvern.server.config import ServerConfig
 from kvern.server.http import error_response, is_anthropic, path_of
-from kvern.server.keys import ApiKey, find_key
+from kvern.server.keys import PROBES, ApiKey, find_key
 from kvern.server.service import Service
 from kvern.server.usage import CURRENT, RequestUsage
 from kvern.serving.served import SERVED, ServedRequest, key_hash
@@ -122,8 +122,6 @@ def _shown(value: bytes) -> str:
 logger = logging.getLogger("kvern.requests")
 
 OPEN_ROUTES = ("/health", "/ping")
-PROBES = ("/metrics", "/v1/engines", "/load", "/ready", "/version", "/health", "/ping")
-"""Routes that a key with metrics=1 may read. Log and metrics leave out what programs ask there all the time."""
 NOBODY = "-"
 """The name in log and metrics of who sent no key that is known."""
 REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
@@ -164,8 +162,7 @@ class Gate:
         self._keys = service.keys
         self._config = service.config
         self._figures = service.figures
-        self._ledger = service.ledger
-        self._tracing = service.tracing
+        self._note_end = service.note_end
         self._origins = Origins(service.config, bool(service.keys.known))
         self._lane = Lane(len(service.keys.users))
 
@@ -215,13 +212,9 @@ class Gate:
             await app(scope, receive, answer)
         finally:
             held.close()
-            served.status = status
-            served.ended = served.seconds
-            self._ledger.end(served)
             usage.waits = served.waits
             self._note(scope, status, NOBODY if key is None else key.name, usage, time.monotonic() - began)
-            if self._tracing is not None:
-                self._tracing.ended(served)
+            self._note_end(served, status)
 
     def _note(self, scope: Scope, status: int, name: str, usage: RequestUsage, seconds: float) -> None:
         """Counts a request that has ended, and logs it."""

@@ -12,6 +12,8 @@ from kvern.server.config import ServerConfig
 
 LINE = re.compile(r"(?:(?P<name>[\w.-]{1,64}):)?(?P<secret>\S+)(?P<limits>(?:\s+\w+=\d{1,9})*)")
 LIMITS = ("concurrent", "per_minute", "admin", "metrics")
+PROBES = ("/metrics", "/v1/engines", "/load", "/ready", "/version", "/health", "/ping")
+"""Routes that a key with metrics=1 may read. Traces, log and metrics leave out what programs ask there all the time."""
 
 
 @dataclass(frozen=True)

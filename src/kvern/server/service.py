@@ -33,7 +33,7 @@ from kvern.server.image_memory import ImageMemory
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.usage import UsageCounter
 from kvern.serving.client import EngineClient
-from kvern.serving.served import SERVED, Ledger
+from kvern.serving.served import SERVED, Ledger, ServedRequest
 from kvern.serving.workload import Generation
 from kvern.text.content import has_media
 from kvern.tools.chat import ChatRequest
@@ -525,7 +525,6 @@ class Service:
         engine = self.engine_of(ask.model)
         if (served := SERVED.get()) is not None:
             served.model = ask.model
-            self.ledger.begin(served)
         common, key = ask.common, ask.key
         namespace = self.namespace(common, key)
         options = replace(common.options, namespace=namespace, owner=key.owner, embed=ask.embed)
@@ -535,6 +534,8 @@ class Service:
         generations: list[Generation] = []
         with contextlib.ExitStack() as held:
             held.enter_context(engine.admission.enter(key, ask.sequences, ask.image_bytes))
+            if served is not None:
+                self.ledger.begin(served)
             held.enter_context(self.wanted(ask.model))
             used = UsageCounter(engine.figures, key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))
@@ -557,6 +558,14 @@ class Service:
                     check_reported(reported)
             follow = functools.partial(replicas.follow, generations, news, deadline)
             return Running(generations, follow, held.pop_all())
+
+    def note_end(self, served: ServedRequest, status: int) -> None:
+        """Notes that a request has ended."""
+        served.status = status
+        served.ended = served.seconds
+        self.ledger.end(served)
+        if self.tracing is not None:
+            self.tracing.ended(served)
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
         """Returns all answers, complete. Raises what `start` raises, and DeadlineExceeded."""

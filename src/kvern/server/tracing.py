@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvern.request.record import RequestRecord
 from kvern.server.config import ServerConfig
+from kvern.server.keys import PROBES
 from kvern.serving.served import ServedRequest
 from kvern.traces import request_spans as names
 from kvern.traces.sending import Traces, wanted_url
@@ -44,13 +45,14 @@ class Tracing:
     def ended(self, served: ServedRequest) -> None:
         """Sends the trace of a request, if it is one of those that are traced."""
         failed = served.status >= 500 or served.status == 0
-        if served.model is None and not failed:
+        if served.path in PROBES or (served.model is None and not failed):
             return  # it asked no model
         context = None if served.traceparent is None else read_context(served.traceparent)
         if not self._sampling.takes(context, served.ended or 0.0, failed=failed):
             return
         trace_id, parent_id = (random.randbytes(16), 0) if context is None else (context.trace_id, context.parent_id)
-        if len(served.passages) > served.moves + served.answers:
+        given = sum(passage.until is None for passage in served.passages)
+        if given > len(_prompts([record for _, record in served.records])):
             loop = asyncio.get_running_loop()
             loop.call_later(LATE_SECONDS, lambda: self.traces.offer(trace_of(served, trace_id, parent_id)))
         else:
@@ -61,6 +63,14 @@ def trace_of(served: ServedRequest, trace_id: bytes, parent_id: int) -> Trace:
     """Returns the trace of a request that has ended."""
     records = sorted((record for _, record in served.records), key=lambda record: record.arrived)
     return Trace(trace_id, parent_id, names.request_spans(_whole(served, records), records))
+
+
+def _prompts(records: list[RequestRecord]) -> dict[str, int]:
+    """Returns the tokens of the prompts whose answers have these records, by their names."""
+    found: dict[str, int] = {}
+    for record in records:
+        found.setdefault(record.request_id.partition("#")[0], record.prompt_tokens)
+    return found
 
 
 def _whole(served: ServedRequest, records: list[RequestRecord]) -> Span:
@@ -81,7 +91,7 @@ def _whole(served: ServedRequest, records: list[RequestRecord]) -> Span:
     if served.first_token is not None:
         found[names.FIRST_CHUNK] = served.first_token
     if records:
-        found[names.INPUT_TOKENS] = records[0].prompt_tokens
+        found[names.INPUT_TOKENS] = sum(_prompts(records).values())
         found[names.OUTPUT_TOKENS] = sum(record.answer_tokens for record in records)
         found[names.FINISH_REASONS] = [record.finish_reason for record in records]
     began = served.arrived

@@ -35,7 +35,7 @@ class RequestUsage:
 
 
 CURRENT: ContextVar[RequestUsage | None] = ContextVar("CURRENT", default=None)
-"""The usage of the HTTP request that is being answered; None for rows of batches that an earlier process left."""
+"""The usage of the HTTP request that is being answered; None for rows of batches."""
 
 
 class UsageCounter:

@@ -8,21 +8,23 @@ gate --ServedRequest--> service: asks --> engines: Passage, RequestRecord --> ga
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from kvern.request.record import RequestRecord, Wait
 
 MOST_ENDED = 10_000
-"""The number of requests that are remembered."""
+"""The number of ended requests that are remembered."""
 MOST_BYTES = 64 << 20
 MOST_RECORDS = 64
 """The answers of one request whose records are kept, and the times at which engines were given prompts."""
 BASE_BYTES = 1024
 """The bytes of a request without records, about."""
+PART_BYTES = 100
+"""The bytes of a passage, about, and of a record beside its content."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(RequestRecord).decode
@@ -64,7 +66,19 @@ class ServedRequest:
     """The number of passages that ended because the engine could not go on."""
     answers: int = 0
     """The number of records that came; `MOST_RECORDS` of them are kept."""
+    grown: "Callable[[ServedRequest], None] | None" = None
+    """The one who is told of records that come after its end."""
     _records: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def apart(self, answer_id: str) -> "ServedRequest":
+        """Returns the request for work of it that goes on in the background after its answer."""
+        names = self.request_id, self.path, self.key, self.traceparent
+        return ServedRequest(*names, self.began, self.arrived, answer_id=answer_id)
+
+    def copy(self) -> "ServedRequest":
+        """Returns the request as it is now, for another thread."""
+        passages = [replace(passage) for passage in self.passages]
+        return replace(self, passages=passages, _records=list(self._records))
 
     @property
     def seconds(self) -> float:
@@ -74,7 +88,8 @@ class ServedRequest:
     @property
     def size(self) -> int:
         """The bytes that it takes, about."""
-        return BASE_BYTES + sum(len(content) for _, content in self._records)
+        parts = len(self.passages) + len(self._records)
+        return BASE_BYTES + PART_BYTES * parts + sum(len(content) for _, content in self._records)
 
     @property
     def records(self) -> Sequence[tuple[str, RequestRecord]]:
@@ -108,6 +123,8 @@ class ServedRequest:
         self.answers += 1
         if len(self._records) < MOST_RECORDS:
             self._records.append((engine, encode(record)))
+            if self.ended is not None and self.grown is not None:
+                self.grown(self)
 
 
 SERVED: ContextVar[ServedRequest | None] = ContextVar("SERVED", default=None)
@@ -120,47 +137,54 @@ def key_hash(name: str, client: str = "") -> str:
 
 
 class Ledger:
-    """Remembers the requests that asked a model: those that run, and the last that have ended."""
+    """Remembers the requests that asked a model: all that run, and the last that have ended."""
 
     def __init__(self, most: int = MOST_ENDED, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[tuple[str, str], ServedRequest] = OrderedDict()
-        """The requests by key and request id, in the order in which they began or ended."""
+        self._running: dict[tuple[str, str], ServedRequest] = {}
+        """The requests by key and request id."""
+        self._ended: OrderedDict[tuple[str, str], ServedRequest] = OrderedDict()
+        """The others, in the order in which they ended."""
         self._answers: dict[tuple[str, str], tuple[str, str]] = {}
         self._sizes: dict[tuple[str, str], int] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._running) + len(self._ended)
 
     def begin(self, served: ServedRequest) -> None:
         """Remember a request from now on."""
-        self._put(served)
+        place = served.key, served.request_id
+        self._forget(place)
+        self._running[place] = served
+        served.grown = self.end
+        if served.answer_id is not None:
+            self._answers[served.key, served.answer_id] = place
 
     def end(self, served: ServedRequest) -> None:
-        """A request has ended; what its engines still say of it is added."""
-        if self._kept.get((served.key, served.request_id)) is served:
-            self._put(served)
+        """A request has ended, or has grown since."""
+        place = served.key, served.request_id
+        if self._running.get(place) is served:
+            del self._running[place]
+        elif self._ended.get(place) is not served:
+            return
+        self._ended[place] = served
+        size = served.size
+        self._bytes += size - self._sizes.get(place, 0)
+        self._sizes[place] = size
+        while len(self._ended) > 1 and (len(self._ended) > self._most or self._bytes > self._most_bytes):
+            self._forget(next(iter(self._ended)))
 
     def find(self, key: str, name: str) -> ServedRequest | None:
         """The request of a key, by its id or the id of its answer."""
-        return self._kept.get(self._answers.get((key, name), (key, name)))
+        place = self._answers.get((key, name), (key, name))
+        return self._running.get(place) or self._ended.get(place)
 
-    def _put(self, served: ServedRequest) -> None:
-        place = served.key, served.request_id
-        self._drop(place)
-        self._kept[place] = served
-        if served.answer_id is not None:
-            self._answers[served.key, served.answer_id] = place
-        self._sizes[place] = served.size
-        self._bytes += self._sizes[place]
-        while len(self._kept) > 1 and (len(self._kept) > self._most or self._bytes > self._most_bytes):
-            self._drop(next(iter(self._kept)))
-
-    def _drop(self, place: tuple[str, str]) -> None:
-        earlier = self._kept.pop(place, None)
-        if earlier is not None:
-            self._bytes -= self._sizes.pop(place)
-            if earlier.answer_id is not None and self._answers.get((earlier.key, earlier.answer_id)) == place:
-                del self._answers[earlier.key, earlier.answer_id]
+    def _forget(self, place: tuple[str, str]) -> None:
+        earlier = self._running.pop(place, None) or self._ended.pop(place, None)
+        self._bytes -= self._sizes.pop(place, 0)
+        if earlier is not None and earlier.answer_id is not None:
+            answer = earlier.key, earlier.answer_id
+            if self._answers.get(answer) == place:
+                del self._answers[answer]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from kvern.request.record import RequestRecord
 from kvern.traces.spans import Context, Event, Span, Value
 
-CONVENTIONS = "1.37.0"
+CONVENTIONS = "1.44.0"
 """The version of the semantic conventions whose names are used."""
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -111,7 +112,7 @@ class Work:
         self._cancelled = asyncio.Event()
         self._writing = asyncio.Lock()
         self._output, self._errors = (store.path(name) for name in paths_of_batch(body["id"]))
-        self.task = asyncio.create_task(self._run())
+        self.task = asyncio.create_task(self._run(), context=Context())  # it outlives the request that began it
 
     def use(self, key: ApiKey, places: asyncio.Semaphore) -> None:
         """Asks with this key from the next row on."""

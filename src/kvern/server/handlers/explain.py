@@ -1,5 +1,7 @@
 """/v1/requests: what became of a request, for its own key and for administrators."""
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +30,8 @@ class Requests:
                 "x-request-id of their answer"
             )
             raise HttpError(404, message, param="request_id")
-        return json_response(explained(served))
+        now = served.copy()
+        return await asyncio.to_thread(lambda: json_response(explained(now)))
 
     def _found(self, name: str, key: ApiKey) -> ServedRequest | None:
         owners = [key_hash(key.name, key.client)]

@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvern.api.error_bodies import status_of
 from kvern.api.errors import HttpError, wrong_value
 from kvern.api.fields import merge_extra, read_metadata, typed
 from kvern.api.response_items import input_messages, read_items, referred
@@ -36,6 +37,7 @@ from kvern.server.stores.response_memory import (
 )
 from kvern.server.stores.responses import CUT_OFF
 from kvern.server.streams import EventStream
+from kvern.serving.served import SERVED
 from kvern.text.content import restored
 from kvern.tools.chat import ChatRequest
 
@@ -219,6 +221,10 @@ class Responses:
 
     async def _work(self, record: Record, ask: Ask, chat: ChatRequest) -> None:
         """Generates a background response. An error is reported in the response and in its last event."""
+        asked = SERVED.get()
+        served = None if asked is None else asked.apart(record.id)
+        SERVED.set(served)
+        status = 200
         record.body["status"] = "in_progress"
         events = ResponseEvents(record.body, chat)
         try:
@@ -228,12 +234,18 @@ class Responses:
                 async for event in events.of(running.outputs[0], running):
                     _tell(record, event)
         except KvernError as error:
+            status = status_of(error)
             _tell(record, events.failed(error))
         except asyncio.CancelledError:
+            status = 200 if record.is_unwanted else status_of(CUT_OFF)
             _tell(record, events.cancelled() if record.is_unwanted else events.failed(CUT_OFF))
         except Exception:
+            status = 500
             logger.exception("response %s failed", record.id)
             _tell(record, events.failed(HttpError(500, "the server has a fault; its log tells more")))
+        finally:
+            if served is not None:
+                self._service.note_end(served, status)
 
     async def _events(self, record: Record, running: Running, chat: ChatRequest) -> AsyncIterator[Event]:
         """Yields the events of a response that a client waits for. The response is stored before the first and the
