@@ -92,6 +92,7 @@ def test_bench_offline_writes_what_it_measured(tmp_path: Path, capsys: pytest.Ca
     record = read_record(target)
     assert (record.benchmark, record.model, record.software.torch) == ("offline", "kvern-1m", torch.__version__)
     assert record.options and record.options["model"] == "kvern-1m" and record.plan and record.plan["device"] == "cpu"
+    assert "gpus" not in record.plan and record.plan["kernels"] == sorted(record.plan["kernels"])
     (case,) = record.cases
     assert case.details["predicted_seconds"] > 0 and case.workload["generated_tokens"] == 15
     seconds = case.figures["seconds"]

@@ -7,18 +7,39 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvern.bench import prediction
+from kvern.bench.prediction import predicted_seconds
+from kvern.bench.workloads import Workload as Measured
 from kvern.cli.main import main, read_command
 from kvern.cli.serve import planned
 from kvern.config import EngineConfig
+from kvern.cpu.library import captured
+from kvern.engine.engine import Engine
+from kvern.engine.factory import factors_of_steps
 from kvern.errors import ConfigError
+from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import linear_methods
 from kvern.layers.unquantized import Unquantized
 from kvern.models.loader import outline_model
 from kvern.models.precision import shares
+from kvern.planning import hardware
 from kvern.planning.choice import _share, choose, model_of
 from kvern.planning.estimate import EXPOSED, Model, Split, Workload, estimate, seconds_of, splits
-from kvern.planning.hardware import CARDS, PCIE, Card, check_alike, linked, names_of, parse_hardware, this_machine
+from kvern.planning.hardware import (
+    CARDS,
+    PCIE,
+    Card,
+    check_alike,
+    host_build,
+    linked,
+    measured_host,
+    names_of,
+    parse_hardware,
+    this_machine,
+)
+from tests.support.cache_folder import load_kernels, pretend_tiles
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -317,8 +338,50 @@ def test_a_server_plans_where_there_are_several_gpus(
 
 
 def test_this_machine_has_a_card_or_a_processor() -> None:
-    cards = this_machine()
-    assert cards and all(card.memory > 0 and card.bandwidth > 0 and card.rate > 0 for card in cards)
+    for dtype in ("float32", "float16"):
+        cards = this_machine(EngineConfig(), dtype)
+        assert cards and all(card.memory > 0 and card.bandwidth > 0 and card.rate > 0 for card in cards)
+
+
+def products(config: EngineConfig, dtype: str, kernels: frozenset[str] | None = None) -> list[tuple[str, int]]:
+    """Kernels that are called, once each, and their rows, while the CPU is measured."""
+    build = host_build(config, dtype, kernels)
+    with captured() as calls:
+        measured_host(build, 2**12, 64)
+    return sorted({(call.name, call.given[4]) for call in calls if call.name != "kvern_pack_linear"})
+
+
+def test_a_cpu_is_measured_by_the_products_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor may take forty times as long for PyTorch's products in 16 bits as for those of kvern's kernels."""
+    load_kernels("cpu_linear", 1)
+    pretend_tiles(monkeypatch, there=False)
+    multiplied = [("kvern_linear", 1), ("kvern_linear", 64)]
+    config = EngineConfig(threads=1)
+    assert products(config, "bfloat16") == products(config, "float32") == multiplied
+    assert products(config, "float16") == products(replace(config, cpu_kernels=False), "bfloat16") == []
+    assert products(config, "bfloat16", frozenset()) == []  # an engine that started before there were kernels
+    pretend_tiles(monkeypatch, there=True)
+    assert products(replace(config, deterministic=True), "bfloat16") == multiplied
+
+
+def test_an_engine_and_its_benchmark_measure_the_products_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[BuildOptions] = []
+
+    def measured(build: BuildOptions) -> Card:
+        found.append(build)
+        return Card("CPU", 1e9, 1e9, 1e12, 1e12, host=True)
+
+    monkeypatch.setattr(hardware, "quickly_measured_host", measured)
+    monkeypatch.setattr(prediction, "measured_host", measured)
+    for config in (EngineConfig("kvern-1m", threads=1, device="cpu", cpu_kernels=kernels) for kernels in (True, False)):
+        found.clear()
+        engine = Engine(config)
+        factors = factors_of_steps(engine.config, engine.folder, engine.layout)()
+        assert factors is not None and predicted_seconds(engine, [Measured("one", [[1] * 8], [8])]) > [0.0]
+        engine.close()
+        own, benchmark = found
+        assert own == benchmark and own.dtype == torch.bfloat16
+        assert ("cpu_linear" in own.kernels) is config.cpu_kernels
 
 
 def test_a_difference_that_rounds_to_nothing_is_none() -> None:

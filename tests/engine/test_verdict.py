@@ -232,7 +232,7 @@ def test_the_log_is_told_once_and_no_more_than_once_a_minute(caplog: pytest.LogC
 def test_few_blocks_are_named_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a CPU of known speed, on which weights take longer than the products of a row."""
     card = Card("CPU", 1e9, 1e9, 1e12, 1e12, host=True)
-    monkeypatch.setattr(hardware, "quickly_measured_host", lambda: card)
+    monkeypatch.setattr(hardware, "quickly_measured_host", lambda build: card)
     llm = LLM("kvern-1m", kv_cache_tokens=160, max_model_len=160, threads=1)
     engine = engine_of(llm)
     before = copy(engine.statistics())
@@ -242,7 +242,7 @@ def test_few_blocks_are_named_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_model_that_is_not_described_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "engine_card", lambda gpus: None)
+    monkeypatch.setattr(hardware, "engine_card", lambda *given: None)
     llm = LLM("kvern-1m", threads=1)
     before = copy(engine_of(llm).statistics())
     llm.generate("Once upon a time", SamplingParams(max_tokens=100, ignore_eos=True))

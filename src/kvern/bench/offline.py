@@ -173,7 +173,8 @@ def _forget_prefixes(engine: Engine) -> None:
 
 def record_of(benchmark: str, engine: Engine, cases: Sequence[Case]) -> Record:
     """Returns the record of what was measured with an engine: with its options, plan and start."""
-    plan = {name: value for name, value in msgspec.structs.asdict(engine.layout).items() if name != "gpus"}
+    plan = msgspec.to_builtins(engine.layout, order="deterministic")
+    del plan["gpus"]
     conditions = {
         "threads": torch.get_num_threads(),
         "startup_seconds": engine.startup.stages,

@@ -7,7 +7,7 @@ from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from kvern.planning.choice import model_of
 from kvern.planning.estimate import Split, seconds_of
-from kvern.planning.hardware import this_machine
+from kvern.planning.hardware import host_build, measured_host, this_machine
 from kvern.runner.device import resolve_device
 
 
@@ -19,9 +19,11 @@ def predicted_seconds(engine: Engine, workloads: Sequence[Measured]) -> list[flo
     config = engine.config
     if config.enable_dp_attention:
         raise ConfigError("estimates are of ranks that share all layers, not experts alone")
-    model, card = model_of(config, engine.folder), this_machine()[0]
-    if card.host != (resolve_device(config).type == "cpu"):
-        raise ConfigError(f"the engine computes on a {resolve_device(config).type}, and estimates are of {card.name}")
+    model = model_of(config, engine.folder)
+    if resolve_device(config).type == "cpu":
+        card = measured_host(host_build(config, model.dtype, engine.layout.kernels))
+    else:
+        card = this_machine(config, model.dtype)[0]
     split = Split(config.tensor_parallel_size, 1, config.pipeline_parallel_size, config.enable_expert_parallel)
     return [
         seconds_of(

@@ -64,7 +64,7 @@ class PlanCommand:
         longest, context = self.input + self.output, model.spec.max_position_embeddings
         if longest > context:
             raise ConfigError(f"input and output are {longest} tokens, above the model's context of {context}")
-        cards = this_machine() if self.hardware is None else parse_hardware(self.hardware)
+        cards = this_machine(config, model.dtype) if self.hardware is None else parse_hardware(self.hardware)
         workload = Workload(self.requests, self.input, self.output)
         found = ranked(model, cards, workload)
         if self.write is not None and not found[0].lacks:

@@ -140,12 +140,11 @@ def factors_of_steps(config: EngineConfig, folder: Path, layout: Layout) -> "Cal
         from kvern.planning.estimate import Split, step_factors
         from kvern.planning.hardware import engine_card
 
-        card = engine_card(layout.gpus)
-        if card is None:
-            return None
         split = Split(config.tensor_parallel_size, 1, config.pipeline_parallel_size, config.enable_expert_parallel)
         try:
-            return step_factors(model_of(config, folder), card, split, layout.token_bytes)
+            model = model_of(config, folder)
+            card = engine_card(config, model.dtype, layout)
+            return None if card is None else step_factors(model, card, split, layout.token_bytes)
         except KvernError as error:  # a model that cannot be described, such as one with code of its own
             logger.info("the seconds of steps are not divided: %s", error)
             return None

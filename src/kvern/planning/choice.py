@@ -76,11 +76,12 @@ def verdict(found: Sequence[Estimate]) -> str:
     return f"Chosen: {best.split}. {str(other.split).capitalize()} would give {less}."
 
 
-def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
-    """Chooses for the default workload, shortened to the model's context; `config.model` is a folder. Raises
-    KvernError."""
+def choose(config: EngineConfig, cards: Sequence[Card] | None = None) -> Choice:
+    """Chooses among cards, by default those of this machine, for the default workload, shortened to the model's
+    context; `config.model` is a folder. Raises KvernError."""
     folder = Path(config.model or "")
     model = model_of(config, folder)
+    cards = this_machine(config, model.dtype) if cards is None else cards
     longest = config.max_model_len or model.spec.max_position_embeddings
     usual = Workload()
     if usual.input + usual.output > longest:
@@ -104,7 +105,7 @@ def choose(config: EngineConfig, cards: Sequence[Card]) -> Choice:
 def main() -> int:
     """Answers with exit code 0 in any case: a server can start without a plan."""
     try:
-        choice = choose(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), this_machine())
+        choice = choose(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig))
     except KvernError as error:
         choice = Choice(f"there is no plan for these GPUs, and one engine takes the first: {error}")
     sys.stdout.buffer.write(msgspec.json.encode(choice))

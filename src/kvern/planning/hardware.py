@@ -10,8 +10,15 @@ from functools import cache
 
 import torch
 
-from kvern.cpu.cores import available_memory
+from kvern.config import EngineConfig
+from kvern.cpu.cores import available_memory, cpu_threads
+from kvern.cpu.ready import working_groups
 from kvern.errors import ConfigError
+from kvern.layers.build_options import BuildOptions
+from kvern.layers.linear_method import LinearMethod, LinearShape
+from kvern.layers.unquantized import Unquantized
+from kvern.runner.kernel_choice import CPU_DTYPES
+from kvern.runner.plan import Layout
 
 NVLINK, PCIE = 250e9, 20e9
 """Bytes per second from one card to another during an all-reduce."""
@@ -21,10 +28,11 @@ NVLINK_DELAY, PCIE_DELAY = 4e-6, 30e-6
 ALIKE = 0.8
 """The least ratio of free memory between cards of one kind for which they are planned for as equal."""
 
-WIDTH = 512
-"""Rows and columns of the matrices that a CPU multiplies: one without instructions for 16 bits takes 0.2 seconds."""
-QUICK_NUMBERS, QUICK_WIDTH = 2**23, 256
-"""Numbers in 32 bits that are read, and rows and columns of the matrices, where an engine waits for the measurement."""
+READ_BYTES, WIDTH = 2**28, 512
+"""Bytes that a CPU reads, and rows and columns of the matrices that it multiplies: one without instructions for 16
+bits and without kernels takes 0.2 seconds."""
+QUICK_BYTES, QUICK_WIDTH = 2**24, 256
+"""Sizes for a measurement that an engine waits for."""
 REPETITIONS = 5
 ENOUGH_SECONDS = 0.5
 
@@ -85,34 +93,67 @@ def parse_hardware(text: str) -> list[Card]:
     return [CARDS[name]] * int(found[1] or 1)
 
 
-def this_machine() -> list[Card]:
-    """Returns the GPUs of this machine, or its CPU with measured rates. Raises ConfigError for an unknown kind of
-    GPU."""
+def this_machine(config: EngineConfig, dtype: str) -> list[Card]:
+    """Returns the GPUs of this machine, or its CPU with the measured rates of a model's products in `dtype`.
+
+    Raises ConfigError for an unknown kind of GPU.
+    """
     if not torch.cuda.is_available():
-        return [_measured_host()]
+        return [measured_host(host_build(config, dtype))]
     cards = [_of_gpu(index) for index in range(torch.cuda.device_count())]
     uuids = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(len(cards))]
     return linked(cards, uuids) if len(cards) > 1 else cards
 
 
-def engine_card(gpus: Sequence[str]) -> Card | None:
-    """Returns the device of an engine that computes on these GPUs, of which this process uses the current one, or on
-    none; None for GPUs of unknown speed."""
-    if not gpus:
-        return quickly_measured_host()
+def engine_card(config: EngineConfig, dtype: str, layout: Layout) -> Card | None:
+    """Returns the device of an engine in this process, whose model computes in `dtype`: the CPU, or the current GPU;
+    None for GPUs of unknown speed."""
+    if not layout.gpus:
+        return quickly_measured_host(host_build(config, dtype, layout.kernels))
     with contextlib.suppress(ConfigError):
         card = _of_gpu(torch.cuda.current_device())
-        return card if len(gpus) == 1 else linked([card], gpus)[0]
+        return card if len(layout.gpus) == 1 else linked([card], layout.gpus)[0]
     return None
 
 
+def host_build(config: EngineConfig, dtype: str, kernels: frozenset[str] | None = None) -> BuildOptions:
+    """Returns the options of an engine's layers on this CPU. `kernels`: those it uses; None: those that a start would
+    find."""
+    kind = getattr(torch, dtype)
+    if kernels is None:
+        has_kernels = config.cpu_kernels and kind in CPU_DTYPES
+        threads = config.threads or cpu_threads()
+        kernels = working_groups(config.cache_folder, threads) if has_kernels else frozenset()
+    return BuildOptions(kind, torch.device("cpu"), 1, kernels, config.deterministic)
+
+
 @cache
-def quickly_measured_host() -> Card:
-    """Returns the CPU with rates that were measured in some 20 ms, of products in 32 bits, as its kernels compute."""
-    table, matrix = torch.ones(QUICK_NUMBERS), torch.ones(QUICK_WIDTH, QUICK_WIDTH)
-    read, multiplied = _seconds(table.sum), _seconds(lambda: matrix @ matrix)
-    speed, rate = table.nbytes / read, 2 * QUICK_WIDTH**3 / multiplied
+def quickly_measured_host(build: BuildOptions) -> Card:
+    """Returns the CPU with rates that were measured in some 0.1 s."""
+    return measured_host(build, QUICK_BYTES, QUICK_WIDTH)
+
+
+def measured_host(build: BuildOptions, size: int = READ_BYTES, width: int = WIDTH) -> Card:
+    """Returns the CPU with rates of the products of layers with such options.
+
+    kvern's kernels may take a fortieth of the time that PyTorch takes for 16 bits on a CPU without instructions for
+    them.
+    """
+    table, matrix = (_ones(outputs, width, build) for outputs in (size // (width * build.dtype.itemsize), width))
+    rows = torch.ones(width, width, dtype=build.dtype)
+    read = _seconds(lambda: table.multiply(rows[:1], None))
+    rate = 2 * width**3 / _seconds(lambda: matrix.multiply(rows, None))
+    speed = size / read
     return Card("CPU", float(available_memory()), speed, rate, rate, link=speed, delay=1e-4, host=True)
+
+
+def _ones(outputs: int, inputs: int, build: BuildOptions) -> LinearMethod:
+    """Returns a matrix of ones that is multiplied as a model's are."""
+    method = Unquantized().linear(LinearShape(outputs, inputs, build.dtype, build.device), build)
+    for parameter in method.parameters():
+        parameter.fill_(1)
+    method.finish()
+    return method
 
 
 def linked(cards: Sequence[Card], uuids: Sequence[str]) -> list[Card]:
@@ -154,14 +195,6 @@ def _of_gpu(index: int) -> Card:
     if not matching:
         raise ConfigError(f"nobody told how fast a {name} is: name one that is like it, as in --hardware h100")
     return replace(max(matching, key=lambda card: len(card.name)), memory=float(memory))
-
-
-def _measured_host() -> Card:
-    table, matrix = torch.zeros(2**26), torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
-    read, multiplied = _seconds(table.sum), _seconds(lambda: matrix @ matrix)
-    rate = 2 * WIDTH**3 / multiplied
-    speed = table.nbytes / read
-    return Card("CPU", float(available_memory()), speed, rate, rate, link=speed, delay=1e-4, host=True)
 
 
 def _seconds(work: Callable[[], object]) -> float:

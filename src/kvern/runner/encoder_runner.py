@@ -280,4 +280,5 @@ def _layout(config: EngineConfig, plan: Plan, most_tokens: int) -> Layout:
         attention={},
         device=plan.device,
         gpus=plan.gpus,
+        kernels=plan.kernels,
     )

@@ -121,7 +121,7 @@ class Layout(msgspec.Struct, frozen=True):
     `depth`: how many steps are in flight at most; `attention`: who attends in which phase. `scales`: digests, of all
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
     `positions`: as of `WindowLimits`.
-    `most_drafts`, `catches_up`: as of a `FreeMemory`.
+    `most_drafts`, `catches_up`: as of a `FreeMemory`. `kernels`: as of a `Plan`.
     """
 
     max_model_len: int
@@ -142,6 +142,7 @@ class Layout(msgspec.Struct, frozen=True):
     positions: int = 0
     most_drafts: int | None = None
     catches_up: bool = True
+    kernels: frozenset[str] = frozenset()
 
     @property
     def cached_tokens(self) -> int:
@@ -255,6 +256,7 @@ def lay_out(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> La
         positions=0 if room.whole else _positions(blocks, -(-longest // block_size), longest / room.window),
         most_drafts=room.most_drafts,
         catches_up=room.catches_up,
+        kernels=plan.kernels,
     )
 
 
