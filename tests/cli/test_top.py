@@ -1,14 +1,18 @@
 """``kvern top``: what it shows of a server, and that it outlives one."""
 
+import contextlib
 import json
 import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +101,58 @@ def test_what_was_seen_stays_while_the_server_is_away(capsys: pytest.CaptureFixt
         assert len(cells(top)) == 3
     print_tables(*top.tables())
     assert "r1" in (told := capsys.readouterr().out) and "12.3" in told and "1,500" in told
+
+
+def canned(answer: bytes) -> Iterator[str]:
+    """The URL of a server that answers these bytes and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answers() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, connection.makefile("rb") as asked:
+                        while asked.readline().strip():
+                            pass
+                        connection.sendall(answer)
+                        connection.shutdown(socket.SHUT_WR)
+                        asked.read()
+
+        thread = threading.Thread(target=answers)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+REFUSED = b"HTTP/1.1 503 no\r\nconnection: close\r\n\r\n"
+WRONG = {
+    "cut off": (b"HTTP/1.1 200 OK\r\ncontent-length: 90\r\n\r\nshort", "IncompleteRead"),
+    "refusal cut off": (b"HTTP/1.1 503 no\r\ncontent-length: 90\r\n\r\n{}", "IncompleteRead"),
+    "no HTTP": (b"SSH-2.0-OpenSSH\r\n", "does not answer as kvern serve does: BadStatusLine"),
+    "error in words": (REFUSED + b'{"error": "out of order"}', "refuses: out of order"),
+    "error as list": (REFUSED + b'{"error": {"message": null}}', "refuses: status 503"),
+    "no error": (REFUSED + b"[]", "refuses: status 503"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_answer_that_is_none_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer, reason = WRONG[case]
+    with contextlib.contextmanager(canned)(answer) as url:
+        top = Top(RemoteServer(url))
+        for _ in range(2):  # it is asked again
+            top.look()
+            assert reason in str(top.failure)
+        assert main(["top", "--once", "--url", url]) == 1
+        assert main(["profile", "--base-url", url, "--output", str(tmp_path / "trace.json")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2 and all(reason in line for line in told)
+
+
+def test_a_url_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once", "--url", "http://one two:8000"]) == 1
+    assert "http://one two:8000 does not answer" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

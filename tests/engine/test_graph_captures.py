@@ -83,8 +83,9 @@ class Core:
         self.done.append("step")
         return []
 
-    def finish(self, request_ids: list[str], reason: str, stop_reason: str | None) -> None:
+    def finish(self, request_ids: list[str], reason: str, stop_reason: str | None) -> list[Any]:
         self.steps += 2
+        return []
 
     def statistics(self) -> EngineStatistics:
         return EngineStatistics()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvern import EngineConfig, SamplingParams
+from kvern.errors import ConfigError
 from kvern.residency.keeper import Keeper, memory_of
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
@@ -143,6 +144,21 @@ def test_weights_that_were_replaced_are_those_after_a_sleep(tiny_model: Path, tm
             await client.start()
             assert await answer(client) == expected
             assert next(iter(client.replicas)).weights.version == version
+
+    asyncio.run(run())
+
+
+def test_a_trace_that_waits_for_steps_keeps_no_engine_awake() -> None:
+    async def run() -> None:
+        async with EngineClient(EngineConfig("kvern-1m", **OPTIONS)) as client:
+            [replica] = client.replicas
+            taking = asyncio.create_task(replica.traces.take(5, 100.0))
+            await asyncio.sleep(0)
+            assert await client.sleep()
+            with pytest.raises(ConfigError, match="falls asleep"):
+                await taking
+            await client.start()
+            await answer(client)
 
     asyncio.run(run())
 

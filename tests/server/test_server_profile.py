@@ -83,18 +83,18 @@ def test_a_trace_has_the_next_steps_and_answers_stay_the_same(server: Served, po
 def test_steps_that_did_not_run_are_missing(server: Served, pool: ThreadPoolExecutor) -> None:
     status, reason = refusal(server, steps=3, seconds=0.05)
     assert status == 409 and "no step ran within 0.05 s: send requests" in reason
-    asked = pool.submit(until_first, server, steps=200, seconds=5)
+    asked = pool.submit(until_first, server, steps=100, seconds=5)
     eventually(lambda: TAKEN in refusal(server, steps=1, seconds=0.01)[1])
     answer_of(server)
     status, trace = asked.result()
-    assert status == 200 and 30 < len(steps_of(trace)) < 200
+    assert status == 200 and 30 < len(steps_of(trace)) < 100
 
 
 @pytest.mark.parametrize(
     ("body", "status", "reason"),
     [
         ({"steps": 0}, 400, "steps is 0"),
-        ({"steps": 201}, 400, "1 to 200"),
+        ({"steps": 101}, 400, "1 to 100"),
         ({"steps": 1.5}, 400, "steps"),
         ({"seconds": 0}, 400, "seconds is 0"),
         ({"seconds": 1e9}, 400, "120 at most"),
@@ -144,7 +144,7 @@ def test_the_command_writes_the_trace(server: Served, tmp_path: Path, capsys: py
     refused: list[tuple[list[str], str]] = [
         ([*at], "give output"),
         ([*at, "--output", str(tmp_path / "no" / "trace.json")], "there is no folder"),
-        ([*at, "--output", str(tmp_path / "t.json"), "--steps", "500"], "1 to 200"),
+        ([*at, "--output", str(tmp_path / "t.json"), "--steps", "500"], "1 to 100"),
         (["--base-url", "http://127.0.0.1:9", "--output", str(tmp_path / "t.json")], "does not answer"),
     ]
     for arguments, reason in refused:

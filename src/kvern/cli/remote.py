@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -9,7 +10,7 @@ import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, in_a_line
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,19 @@ class RemoteServer:
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(base + path, content, headers)  # noqa: S310 (its scheme is checked)
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
-                return bytes(answer.read())
-        except urllib.error.HTTPError as error:
-            content = error.read()
-            told = _object(content)
-            if "ready" in told:
-                return content
-            reason = told.get("error", {}).get("message", f"status {error.code}")
-            raise ConfigError(f"{base} refuses: {reason}") from error
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{base} does not answer as kvern serve does: {error}") from error
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as answer:  # noqa: S310
+                    return bytes(answer.read())
+            except urllib.error.HTTPError as error:
+                status, answered = error.code, error.read()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise ConfigError(f"{base} does not answer as kvern serve does: {in_a_line(error)}") from error
+        told = _object(answered)
+        if "ready" in told:
+            return answered
+        said = told.get("error")
+        reason = said.get("message") if isinstance(said, dict) else said
+        raise ConfigError(f"{base} refuses: {reason or f'status {status}'}")
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the server's answer, a JSON object. Raises ConfigError as `read`."""

@@ -6,7 +6,7 @@ from kvern.errors import ConfigError, EngineDied
 from kvern.serving.supervisor import Supervisor
 from kvern.serving.wire import TakeTrace, TraceTaken
 
-MOST_STEPS = 200
+MOST_STEPS = 100
 MOST_SECONDS = 120.0
 
 

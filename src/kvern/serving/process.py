@@ -208,7 +208,7 @@ def serve(
     spoke = time.monotonic()
     experts = ExpertCounts(core) if counts else None
     adapters, weights = AdapterReader(core), WeightChanges(core)
-    traces = StepTraces(core)
+    traces = StepTraces(core, lambda: socket.send(encode(Busy())), Path(running).parent)
     early: list[TokenEvent] = []
     prepares, sleeps = True, False
     while os.getppid() == parent:
@@ -232,10 +232,10 @@ def serve(
                     socket.send(encode(Busy()))  # to copy weights may take longer than steps
                     early += weights.hear(message)
                 case TakeTrace() as message:
-                    socket.send(encode(Busy()))  # the profiler may start slowly
                     traces.begin(message)
                 case Sleep():
                     sleeps = True
+                    traces.cease()
                 case Shutdown():
                     return
         for answer in (*adapters.answers(), *weights.answers(), *traces.answers()):
@@ -253,7 +253,7 @@ def serve(
         now = time.monotonic()
         rests = worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
-            told = Events(events, core.statistics(), now - started, 0.0 if watch is None else watch.silence)
+            told = Events(events, core.statistics(), now - started, traces.silence(watch))
             if experts is not None:
                 told.expert_tokens = experts.due(rests, now)
             socket.send(encode(told))

@@ -1,0 +1,76 @@
+"""The engine's side of traces: signs of life before what takes long, a limit, and nothing left behind."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from kvern.engine.loop import EngineLoop
+from kvern.engine.step_watch import SHORTEST_SILENCE, RunningFile, StepWatch
+from kvern.serving import engine_traces
+from kvern.serving.engine_traces import StepTraces
+from kvern.serving.wire import TakeTrace, TraceTaken
+
+
+class Core:
+    """Steps that multiply. What a trace tells is noted between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.noted: list[str] = []
+        self.traces = StepTraces(cast("EngineLoop", self), lambda: self.noted.append("tell"), folder)
+
+    def step(self) -> list[Any]:
+        self.noted.append("step")
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        return []
+
+    def answer(self) -> TraceTaken:
+        while not (answers := self.traces.answers()):
+            pass
+        assert not self.traces.busy
+        return answers[0]
+
+
+def test_it_says_that_it_lives_before_the_profiler_starts_ends_and_writes(tmp_path: Path) -> None:
+    core = Core(tmp_path)
+    core.traces.step()
+    watch = StepWatch(RunningFile(tmp_path.parent / "running"), lambda seconds: None, 60.0)
+    assert core.traces.silence(watch) == SHORTEST_SILENCE
+    core.traces.begin(TakeTrace(2, 100.0))
+    assert core.traces.silence(watch) == 0.0, "the longest"
+    for _ in range(3):
+        core.traces.step()
+    assert core.noted == ["step", "tell", "step", "step", "tell", "tell", "step"]
+    events = json.loads(gzip.decompress(core.answer().trace))["traceEvents"]
+    assert {"step 1", "step 2"} <= {event.get("name") for event in events}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bytes_of_event", [engine_traces.BYTES_OF_EVENT, 0], ids=["before", "written"])
+def test_a_trace_that_is_too_large_is_refused_and_removed(
+    bytes_of_event: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the number of its events, before it is written, or by its size."""
+    monkeypatch.setattr(engine_traces, "MOST_BYTES", 1000)
+    monkeypatch.setattr(engine_traces, "BYTES_OF_EVENT", bytes_of_event)
+    core = Core(tmp_path / "folder" if bytes_of_event else tmp_path)  # without a folder nothing can be written
+    core.traces.begin(TakeTrace(1, 100.0))
+    core.traces.step()
+    assert "ask for fewer steps" in (core.answer().error or "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_ceases_with_the_steps_that_ran(tmp_path: Path) -> None:
+    core = Core(tmp_path)
+    core.traces.cease()
+    assert not core.traces.busy
+    core.traces.begin(TakeTrace(5, 100.0))
+    core.traces.cease()
+    assert "falls asleep" in (core.answer().error or "")
+    core.traces.begin(TakeTrace(5, 100.0))
+    core.traces.step()
+    core.traces.cease()
+    assert b'"step 1"' in gzip.decompress(core.answer().trace)
