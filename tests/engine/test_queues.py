@@ -42,6 +42,10 @@ class SortedList(WaitingQueue):
     def __contains__(self, request: Request) -> bool:
         return request in self.requests
 
+    @property
+    def has_ready(self) -> bool:
+        return bool(self.ready())
+
     def add(self, request: Request, step: int) -> None:
         request.queue.waiting_since = step
         if request.queue.arrival < 0:
