@@ -310,8 +310,8 @@ def test_a_model_of_a_path_is_shown_by_its_last_part(page: Page) -> None:
         ask(page, "What is 1 + 1?")
     assert sent.value.post_data_json["model"] == path
     page.get_by_role("tab", name="Engine").click()
-    expect(page.locator(".facts h2")).to_have_text("model-Q4_K_M.gguf")
-    expect(page.locator(".facts")).to_contain_text(path)
+    expect(page.locator(".facts:not(.store) h2")).to_have_text("model-Q4_K_M.gguf")
+    expect(page.locator(".facts:not(.store)")).to_contain_text(path)
 
 
 def test_text_files_go_along(page: Page) -> None:
