@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from kvern import SamplingParams
 from kvern.adapters.peft import targets_of
+from kvern.bench.record import Case, figure, keep
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
 from kvern.layers.build import Build
@@ -121,12 +122,8 @@ def main() -> None:
     for case, found in rates.items():
         median = statistics.median(found)
         print(f"{case:32} {median:10,.0f} tokens/s ({min(found):,.0f}-{max(found):,.0f})   {median / base:.3f}")
-    if arguments.json is not None:
-        report = {
-            "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "json"},
-            "tokens_per_second": rates,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    measured = [Case(case, {"tokens_per_second": figure(found, "tokens/s", "higher")}) for case, found in rates.items()]
+    keep(arguments.json, "adapters", arguments.model, vars(arguments), measured)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.cpu_commands import COMMANDS, LIMITS, measure_commands
 from benchmarks.cpu_models import LLAMA_CPP_FORMATS, SHAPES, make_gguf, make_model, weights_read
 
+from kvern.bench.record import Better, Case, figure, keep
+
 HERE = Path(__file__).parent
 PEERS = ("transformers", "llama.cpp", "OpenVINO", "vLLM")
 WARM_UP = 8
@@ -355,11 +357,21 @@ def read_arguments() -> argparse.Namespace:
     return arguments
 
 
-def write(figures: dict[str, Any], path: Path | None) -> None:
+def write(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Keep what is measured so far, if it is to be kept."""
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=1) + "\n")
+    cases, others = list[Case](), dict[str, Any]()
+    for setting in figures["settings"]:
+        place = f"{setting['shape']}, {setting['threads']} thread{'s' * (setting['threads'] > 1)}"
+        kinds = [(load, speeds, "tokens/s") for load, speeds in setting["tokens/s"].items() if speeds]
+        if seconds := setting.get("seconds"):
+            kinds.append(("starts", seconds, "s"))
+        for name, runs, unit in kinds:
+            better: Better = "lower" if unit == "s" else "higher"
+            measured = {engine: figure(values, unit, better) for engine, values in runs.items()}
+            cases.append(Case(f"{place}, {name}", measured))
+        others[place] = {name: setting[name] for name in ("weights", "failures", "agreement") if setting.get(name)}
+    given = {"rounds": arguments.rounds, "clock": arguments.clock, "load before": figures["load before"]}
+    keep(arguments.json, "cpu", None, given, cases, {place: found for place, found in others.items() if found})
 
 
 def main() -> None:
@@ -367,10 +379,7 @@ def main() -> None:
     cases = [case for case in LOADS if case in arguments.only]
     commands = [case for case in COMMANDS if case in arguments.only]
     prepare(arguments, arguments.shape if cases else [])
-    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    figures: dict[str, Any] = {"processor": model[0].partition(": ")[2], "rounds": arguments.rounds, "settings": []}
-    figures["clock"] = arguments.clock
-    figures["load before"] = os.getloadavg()[0]
+    figures: dict[str, Any] = {"load before": os.getloadavg()[0], "settings": []}
     for threads in arguments.threads:
         with on_cores(threads):
             if commands:
@@ -378,8 +387,8 @@ def main() -> None:
                 figures["settings"].append({"shape": "kvern-12m", "threads": threads} | found)
             for shape in arguments.shape if cases else []:
                 figures["settings"].append(measure_shape(shape, threads, cases, arguments))
-                write(figures, arguments.json)
-    write(figures, arguments.json)
+                write(figures, arguments)
+    write(figures, arguments)
     show(figures)
 
 

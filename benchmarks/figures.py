@@ -6,14 +6,13 @@ records there, and `--check` fails where a page has others.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvern.bench.record import read_record
+from kvern.bench.record import Case, Figure, read_record
 
 RESULTS = Path(__file__).parent / "results"
 FIGURE = r"\d[\d.,-]*(?: \d{3})*"
@@ -28,9 +27,19 @@ class Passage(NamedTuple):
     figures: Sequence[str]
 
 
-def read(name: str) -> Any:
-    """A record in `benchmarks/results/`."""
-    return json.loads((RESULTS / name).read_text())
+def read(name: str) -> dict[str, Any]:
+    """The findings of a record in `benchmarks/results/`."""
+    return read_record(RESULTS / name).findings
+
+
+def cases(name: str) -> dict[str, Case]:
+    """The cases of such a record, by name."""
+    return {case.name: case for case in read_record(RESULTS / name).cases}
+
+
+def middle(name: str, case: str, figure: str) -> float:
+    """The median of a figure in such a record."""
+    return cases(name)[case].figures[figure].median
 
 
 def number(value: float) -> str:
@@ -63,7 +72,7 @@ def offline(name: str) -> dict[str, dict[str, Any]]:
     return {
         case.name: {name: figure.median for name, figure in case.figures.items()}
         | {"prompt_tokens": case.workload["prompt_tokens"], "seconds_of_runs": case.figures["seconds"].runs}
-        for case in read_record(RESULTS / "h200" / f"{name}.json").cases
+        for case in cases(f"h200/{name}.json").values()
     }
 
 
@@ -90,11 +99,11 @@ def switches() -> Iterator[Passage]:
 
 def under_load(load: str, key: str) -> float:
     """The median of a figure over the rounds of a load over HTTP."""
-    return float(statistics.median(each[key] for each in read("h200/http.json")["http"][load]))
+    return middle("h200/http.json", load, key)
 
 
 def over_http() -> Iterator[Passage]:
-    page, peers = "serving.md", read("h200/vllm-0.24.json")["figures"]["http"]
+    page, peers = "serving.md", read("h200/vllm-0.24.json")["http"]
     burst = under_load("512 at once", "request_throughput")
     yield Passage(
         page,
@@ -120,8 +129,8 @@ def over_http() -> Iterator[Passage]:
     ]
     poisson = [found for name, found in rounds.items() if name.startswith("poisson")]
     keys = ("TTFT ms, median", "ITL ms, median", "ITL ms, p99")
-    middle = [number(statistics.median(float(found[key]) for found in poisson)) for key in keys]
-    yield Passage("PERFORMANCE.md", "{} ms (median) and ITL {} / {} ms", middle)
+    medians = [number(statistics.median(float(found[key]) for found in poisson)) for key in keys]
+    yield Passage("PERFORMANCE.md", "{} ms (median) and ITL {} / {} ms", medians)
 
 
 def agents() -> Iterator[Passage]:
@@ -240,8 +249,8 @@ def engines() -> Iterator[Passage]:
 
 
 def adapters() -> Iterator[Passage]:
-    rates = read("h200/adapters.json")["tokens_per_second"]
-    plain = statistics.median(rates["no places for adapters"])
+    rates = {name: case.figures["tokens_per_second"] for name, case in cases("h200/adapters.json").items()}
+    plain = rates["no places for adapters"].median
     for text, name in (
         ("no places for adapters", "no places for adapters"),
         ("eight places, none used", "places, none used"),
@@ -249,42 +258,42 @@ def adapters() -> Iterator[Passage]:
         ("eight, mixed", "8 adapters mixed"),
         ("eight, mixed with requests that use none", "8 adapters mixed with none"),
     ):
-        middle = statistics.median(rates[name])
-        figures = [f"{middle:,.0f}", f"{min(rates[name]):,.0f}-{max(rates[name]):,.0f}", f"{middle / plain:.3f}"]
+        rate, runs = rates[name].median, rates[name].runs
+        figures = [f"{rate:,.0f}", f"{min(runs):,.0f}-{max(runs):,.0f}", f"{rate / plain:.3f}"]
         yield Passage("adapters.md", f"| {text} | {{}} ({{}}) | {{}} |", figures)
 
 
 def steady(name: str, workload: str, figure: str) -> str:
     """A figure of a run in h200/steady.json, marked * in docs/quantization.md."""
-    return number(read("h200/steady.json")["runs"][name][workload][figure])
+    return number(middle("h200/steady.json", f"{name}: {workload}", figure))
 
 
 def streamed(name: str, workload: str, figure: str) -> float:
     """A figure of a run in h200/quantized-streams.json."""
-    return float(read("h200/quantized-streams.json")["runs"][name][workload][figure])
+    return middle("h200/quantized-streams.json", f"{name}: {workload}", figure)
 
 
 def quantized() -> Iterator[Passage]:
     """Llama-3.1-8B's tables in docs/quantization.md."""
     page, plain, fp8, awq = "quantization.md", "llama-3.1-8b", "llama-3.1-8b quantization=fp8", "awq-llama"
     q4, ahead, fp8_ahead = f"{plain}, GGUF Q4_K, head Q6_K", f"{plain}, ahead", f"{plain}, --quantization fp8, ahead"
-    both, step_ms, of_step = f"{fp8},kv_cache_dtype=fp8", "step_ms", "step_milliseconds"
-    one = steady(f"{plain}, process 2", "decode1", step_ms)
+    both, of_step = f"{fp8},kv_cache_dtype=fp8", "step_milliseconds"
+    one = steady(f"{plain}, process 2", "decode1", of_step)
     many = number(streamed(ahead, "decode32", of_step))
     rates = [streamed(name, "prefill", "prompt_tokens_per_second") for name in (plain, fp8_ahead)]
-    whole, *wholes = (steady(name, "mixed256", "median") for name in (plain, fp8, both, f"{awq}, process 2"))
+    whole, *wholes = (steady(name, "mixed256", "seconds") for name in (plain, fp8, both, f"{awq}, process 2"))
     rows = (
-        ("| decode 1, ms a step | {} * | {} * | <= 2.3 |", [one, steady(fp8, "decode1", step_ms)]),
+        ("| decode 1, ms a step | {} * | {} * | <= 2.3 |", [one, steady(fp8, "decode1", of_step)]),
         ("| decode 32 | {} | {} | <= 3.6 |", [many, number(streamed(fp8_ahead, "decode32", of_step))]),
         ("| prefill 64 x 4096, tokens/s | {} | {} | >= 65 000 |", [number(rate) for rate in rates]),
         ("| mixed256 | {} s * | {} s *; {} s * with", [whole, *wholes[:2]]),
         (
             "| decode 1, ms a step | {} * | {} * | <= 1.7 | {} |",
-            [one, steady(awq, "decode1", step_ms), number(streamed(q4, "decode1", of_step))],
+            [one, steady(awq, "decode1", of_step), number(streamed(q4, "decode1", of_step))],
         ),
         (
             "| decode 32 | {} | {} * | <= 3.4 | {} |",
-            [many, steady(awq, "decode32", step_ms), number(streamed(q4, "decode32", of_step))],
+            [many, steady(awq, "decode32", of_step), number(streamed(q4, "decode32", of_step))],
         ),
         ("| mixed256 | {} s * | {} s * | | | |", [whole, wholes[2]]),
     )
@@ -296,19 +305,21 @@ def quantized() -> Iterator[Passage]:
         )
         figures = [number(value) for value in (before, after, before / after)]
         yield Passage(page, f"{text}, time between tokens | {{}} ms | {{}} ms, {{}}x |", figures)
-    figures = [steady(both, workload, "itl_p50_ms") for workload in ("decode256", "8x7500")]
+    figures = [steady(both, workload, "itl_p50_milliseconds") for workload in ("decode256", "8x7500")]
     yield Passage(page, "| the same two with weights in FP8, too | | {} *; {} ms * |", figures)
 
 
 def quantized_experts() -> Iterator[Passage]:
     """Qwen3-30B-A3B in the same page."""
     page, plain, fp8 = "quantization.md", "qwen3-30b-a3b", "qwen3-30b-a3b quantization=fp8"
-    runs = read("h200/steady.json")["runs"]
-    tries = sorted(runs[f"{fp8}{process}"]["decode32"]["step_ms"] for process in ("", ", process 2", ", process 3"))
-    steps = [runs[f"{plain}, process 2"]["decode32"]["step_ms"], tries[1], tries[0], tries[2]]
+    took, *tries = (
+        middle("h200/steady.json", f"{name}: decode32", "step_milliseconds")
+        for name in (f"{plain}, process 2", fp8, f"{fp8}, process 2", f"{fp8}, process 3")
+    )
+    steps = [took, statistics.median(tries), min(tries), max(tries)]
     text = "decode 32, ms a step | {} * | {} * ({}-{}, three"
     yield Passage(page, text, [f"{value:.2f}" for value in steps])
-    rates = [steady(name, "prefill", "prompt_tok_s") for name in (plain, fp8)]
+    rates = [steady(name, "prefill", "prompt_tokens_per_second") for name in (plain, fp8)]
     yield Passage(page, "| Qwen3-30B-A3B: prefill 64 x 4096, tokens/s | {} * | {} * |", rates)
 
 
@@ -339,14 +350,9 @@ def drafts() -> Iterator[Passage]:
 
 
 def forms() -> Iterator[Passage]:
-    """Answers with a form beside free ones, without the round that warms up."""
-    rounds = 6
+    """Answers with a form beside free ones."""
     card, core = (
-        {
-            name: statistics.median(values[len(values) // rounds :])
-            for name, values in read(file).items()
-            if isinstance(values, list)
-        }
+        {name: figure.median for name, case in cases(file).items() for figure in case.figures.values()}
         for file in ("h200/structured.json", "structured-cpu.json")
     )
     page = "structured-output.md"
@@ -369,18 +375,14 @@ def forms() -> Iterator[Passage]:
 
 def clients() -> Iterator[Passage]:
     """A server on a CPU beside the same work offline."""
-    record, page = read("serving-cpu.json"), "benchmarking.md"
+    page = "benchmarking.md"
+    both, alone = (cases(f"{name}.json")["offline"].figures for name in ("serving-cpu", "serving-cpu-one-thread"))
 
-    def share(rounds: Sequence[dict[str, float]], key: str) -> list[str]:
-        values = sorted(each[key] for each in rounds)
-        return [f"{100 * value:.1f}" for value in (statistics.median(values), values[0], values[-1])]
+    def share(figure: Figure) -> list[str]:
+        return [f"{100 * value:.1f}" for value in (figure.median, min(figure.runs), max(figure.runs))]
 
-    both, alone = record["offline"], read("serving-cpu-one-thread.json")["offline"]
-    rates = [
-        [f"{statistics.median(each[kind] for each in rounds):,.0f}" for kind in ("http", "offline")]
-        for rounds in (both, alone)
-    ]
-    streamed, at_once, one = share(both, "ratio"), share(both, "at_once_ratio"), share(alone, "ratio")
+    rates = [[f"{found[kind].median:,.0f}" for kind in ("http", "offline")] for found in (both, alone)]
+    streamed, at_once, one = share(both["ratio"]), share(both["at_once_ratio"]), share(alone["ratio"])
     text = "streamed, of the same work offline, engine on both cores | {} of {} tokens/s: {} % | {} % |"
     spread = [f"{least}-{most}" for _, least, most in (streamed, at_once, one)]
     yield Passage(page, text, [*rates[0], streamed[0], spread[0]])
@@ -391,7 +393,7 @@ def clients() -> Iterator[Passage]:
 
 def workloads() -> Iterator[Passage]:
     """The five workloads of `kvern bench serve` on a CPU."""
-    found = read("serving-cpu.json")["workloads"]
+    found = cases("serving-cpu.json")
     for text, name in (
         ("| baseline | one at a time |", "baseline: one at a time"),
         ("| continuous_batching | arriving |", "continuous_batching: arriving"),
@@ -403,7 +405,8 @@ def workloads() -> Iterator[Passage]:
         ("| | warm |", "prefix_caching: warm"),
     ):
         keys = ("request_throughput", "output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
-        rate, tokens, *times = (statistics.median(each[key] for each in found[name]) for key in keys)
-        cached = statistics.median(each["cached_input_tokens"] / each["total_input_tokens"] for each in found[name])
+        rate, tokens, *times = (found[name].figures[key].median for key in keys)
+        counts = (found[name].details[f"{kind}_input_tokens"] for kind in ("cached", "total"))
+        cached = statistics.median(part / whole for part, whole in zip(*counts, strict=True))
         figures = [f"{rate:.2f}", f"{tokens:,.0f}", *(f"{time:,.1f}" for time in times), f"{100 * cached:.0f}"]
         yield Passage("benchmarking.md", f"{text} {{}} | {{}} | {{}} / {{}} | {{}} / {{}} | {{}} % |", figures)

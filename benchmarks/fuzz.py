@@ -10,7 +10,6 @@ request must get the same answer at the end as at the beginning.
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import tempfile
@@ -30,6 +29,9 @@ from tests.support.fuzz_requests import FIXED, Findings, Requests, plain_answer,
 from tests.support.served import KEY, Served
 from tests.support.vision_models import make_vision_model
 
+from kvern.bench.record import keep
+
+PLAIN = "kvern-1m"
 ROUND, IMAGE_ROUND = 2000, 200
 MOST_GROWTH = 256 << 20
 """Bytes that the server and its engine may have more than after the first round."""
@@ -91,7 +93,7 @@ def main() -> int:
             "--api-key",
             KEY,
         )
-        model = str(make_vision_model("mistral3", Path(folder) / "model")) if options.images else "kvern-1m"
+        model = str(make_vision_model("mistral3", Path(folder) / "model")) if options.images else PLAIN
         served = Served(model, *limits, "--data-dir", folder, log=Path(folder) / "log")
         try:
             result = fuzz(options.seconds, options.seed, served, options.images)
@@ -107,8 +109,7 @@ def main() -> int:
     Console().print(table)
     for line in result["wrong"]:
         print(line)
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep(options.output, "fuzz", None if options.images else PLAIN, vars(options), findings=result)
     return 1 if result["wrong"] else 0
 
 

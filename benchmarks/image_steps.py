@@ -29,6 +29,7 @@ from benchmarks.images import photo
 from PIL import Image
 
 from kvern import LLM, AsyncLLM, SamplingParams
+from kvern.bench.record import keep
 from kvern.images.views import Grid
 from kvern.models.image_models import vision_of
 from kvern.models.loader import LoadOptions, read_config
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=["beside", "beside, 7 ms", "encoder", "first", "text"])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         folder = write_model(Path(place) / "sees", arguments.model, sees=True)
         without = write_model(Path(place) / "blind", arguments.model, sees=False)
@@ -267,8 +268,7 @@ def main() -> None:
         for case in arguments.cases:
             found[case] = cases[case]()
             print(case, json.dumps(found[case], indent=1), flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    keep(arguments.output, "image_steps", arguments.model.name, vars(arguments), findings=found)
 
 
 if __name__ == "__main__":

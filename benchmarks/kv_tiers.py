@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from kvern import SamplingParams
+from kvern.bench.record import keep
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
 from kvern.request.outputs import RequestOutput
@@ -331,14 +332,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     arguments.tier = arguments.tier or ["host:1GB"]
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    given = {name: str(value) for name, value in vars(arguments).items() if name not in ("output", "case")}
-    found: Figures = {"device": device, "torch": torch.__version__, "arguments": given}
+    found: Figures = {}
     for case in arguments.case:
         found[case] = CASES[case](arguments)
         print(case, json.dumps(found[case], indent=1), flush=True)
-        if arguments.output is not None:
-            arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+        keep(arguments.output, "kv_tiers", arguments.model, vars(arguments), findings=found)
 
 
 if __name__ == "__main__":

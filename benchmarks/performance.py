@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import filled, number, of, passages, read, under_load
+from benchmarks.figures import cases, filled, number, of, passages, read, under_load
 from benchmarks.figures import offline as of_record
 from benchmarks.picture import Compared, picture
 
@@ -91,26 +91,28 @@ def measured(workload: str, result: dict[str, Any]) -> str:
 
 def offline() -> Iterator[Sequence[str]]:
     """Rows of `kvern bench offline`: model, workload, kvern, vLLM."""
-    peers = read("h200/vllm-0.24.json")["figures"]
+    peers = read("h200/vllm-0.24.json")
     for name, model in MODELS.items():
         for workload, result in of_record(name).items():
             beside = peers.get(name, {}).get(workload)
             yield model, unit(workload), measured(workload, result), number(beside) if beside else ""
-    runs = read("h200/steady.json")["runs"]
+    runs = cases("h200/steady.json")
     for name, model in STEADY.items():
-        processes = [found for process, found in runs.items() if process.partition(", process")[0] == name]
-        for workload in dict.fromkeys(
-            workload for found in processes for workload in found if workload != "start_seconds"
-        ):
+        found: dict[str, list[float]] = {}
+        for process, case in runs.items():
+            start, separator, workload = process.partition(": ")
+            if separator and start.partition(", process")[0] == name:
+                kind = workload.rstrip("0123456789")
+                figure = {"decode": "step_milliseconds", "prefill": "prompt_tokens_per_second"}.get(kind, "seconds")
+                found.setdefault(workload, []).append(case.figures[figure].median)
+        for workload, values in found.items():
             label = "prefill64x4096" if workload == "prefill" else workload
-            of = {"decode": "step_ms", "prefill": "prompt_tok_s"}.get(workload.rstrip("0123456789"), "median")
-            middle = statistics.median(found[workload][of] for found in processes if workload in found)
-            yield model, unit(label), number(middle), ""
+            yield model, unit(label), number(statistics.median(values)), ""
 
 
 def over_http() -> Iterator[Sequence[str]]:
     """Rows of a server and of starts: model, what, kvern, vLLM."""
-    peers = read("h200/vllm-0.24.json")["figures"]["http"]
+    peers = read("h200/vllm-0.24.json")["http"]
     model = "Llama-3.1-8B over HTTP, 512 in, 128 out"
 
     def middle(load: str, key: str) -> str:
@@ -128,21 +130,21 @@ def over_http() -> Iterator[Sequence[str]]:
 
 def starts() -> Iterator[tuple[str, float, list[float]]]:
     """Seconds to the first token: what the caches hold, kvern's median, vLLM's range."""
-    start, peers = read("h200/start.json"), read("h200/vllm-0.24.json")["figures"]["start"]
-    yield "nothing cached", statistics.median(start["nothing_cached"]), peers["nothing cached, s"]
-    yield "later", statistics.median(start["second_time"]), peers["later, s"]
+    start, peers = cases("h200/start.json"), read("h200/vllm-0.24.json")["start"]
+    for what in ("nothing cached", "later"):
+        yield what, start[what].figures["seconds"].median, peers[f"{what}, s"]
 
 
 def steps(name: str, *workloads: str) -> Iterator[tuple[float, float]]:
     """Milliseconds of a step of workloads: kvern's, vLLM's."""
-    peers = read("h200/vllm-0.24.json")["figures"][name]
+    peers = read("h200/vllm-0.24.json")[name]
     for workload in workloads:
         yield of(name, workload)["step_milliseconds"], peers[workload]
 
 
 def short() -> Iterator[Sequence[str]]:
     """Rows of README: what, kvern, vLLM."""
-    peers = read("h200/vllm-0.24.json")["figures"]
+    peers = read("h200/vllm-0.24.json")
     for what, name, workloads in (
         ("Llama-3.1-8B, a step of 1 / 32 / 256 streams, ms", "llama-8b", ("decode1", "decode32", "decode256")),
         ("Qwen3-0.6B, a step of one stream, ms", "qwen3-0.6b", ("decode1",)),
@@ -169,7 +171,7 @@ def short() -> Iterator[Sequence[str]]:
 def drawn() -> str:
     """docs/images/compared.svg as it has to be."""
     [(step, step_of_vllm)] = steps("llama-8b", "decode1")
-    late = read("h200/vllm-0.24.json")["figures"]["http"]["16 requests/s, ITL p50 / p99, ms"][1]
+    late = read("h200/vllm-0.24.json")["http"]["16 requests/s, ITL p50 / p99, ms"][1]
     [_, (_, start, [start_of_vllm])] = starts()
     return picture(
         [
@@ -187,13 +189,13 @@ def drawn() -> str:
 
 def on_cpus() -> Iterator[Sequence[str]]:
     """Rows of `benchmarks/cpu.py`: shape, load, precision, the other engine, and speeds with one and two threads."""
-    found = {(each["shape"], each["threads"]): each["tokens/s"] for each in read("cpu.json")["settings"]}
+    found = cases("cpu.json")
     for shape in ("32M", "135M"):
         for load, ours, theirs in CASES:
             cells = []
-            for threads in (1, 2):
-                speeds = found[shape, threads][load]
-                here, there = statistics.median(speeds[ours]), statistics.median(speeds[theirs])
+            for threads in ("1 thread", "2 threads"):
+                speeds = found[f"{shape}, {threads}, {load}"].figures
+                here, there = speeds[ours].median, speeds[theirs].median
                 cells.append(f"{here:.0f} / {there:.0f} = {here / there:.2f}")
             yield shape, load, ours.removeprefix("kvern").strip() or "bfloat16", theirs, *cells
 

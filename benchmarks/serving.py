@@ -19,10 +19,9 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import datetime
+import itertools
 import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -41,11 +40,12 @@ import tyro
 
 import kvern
 from kvern.bench.http_client import HttpClient, Reply, StreamReply
+from kvern.bench.record import Case, figure, keep
 from kvern.bench.serving import LoadRun, Sample, Sender, arrival_times, fetch, run_loop
 from kvern.bench.serving_data import Prompts, random_samples
-from kvern.bench.serving_figures import summarize
+from kvern.bench.serving_figures import case_of, summarize
 from kvern.bench.serving_workloads import WORKLOADS, LoadSettings
-from kvern.config import EngineConfig
+from kvern.config import DEFAULT_MODEL, EngineConfig
 from serving_tables import CONNECTIONS, Figures, show, tell
 
 CASES = ("offline", "memory", "workloads", "http")
@@ -291,13 +291,22 @@ def checked(run: LoadRun) -> Figures:
     return found
 
 
-def machine() -> Figures:
-    cards: list[str] = []
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        cards = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    processor = platform.processor() or platform.machine()
-    return {"processor": processor, "cores": len(os.sched_getaffinity(0)), "gpus": cards}
+def measured(report: Figures, requests: int) -> list[Case]:
+    """The cases of a record."""
+    found = []
+    if rounds := report.get("offline"):
+        figures = {key: figure([each[key] for each in rounds], _unit(key), "higher") for key in rounds[0]}
+        found.append(Case("offline", figures, {"requests": requests}))
+    if rounds := report.get("memory"):
+        values = {key: [each[key] for each in rounds] for key in rounds[0]}
+        figures = {key: figure(runs, "MB") for key, runs in values.items() if "megabytes" in key}
+        found.append(Case("memory", figures, details={key: values[key] for key in values if key not in figures}))
+    loads = {**report.get("workloads", {}), **report.get("http", {})}
+    return found + [case_of(name, rounds, {}) for name, rounds in loads.items()]
+
+
+def _unit(key: str) -> str:
+    return "of offline" if key.endswith("ratio") else "tokens/s"
 
 
 def main() -> None:
@@ -313,15 +322,7 @@ def main() -> None:
         return
     cases = arguments.only or CASES[:3]
     bench = Bench(options, arguments.requests)
-    report: Figures = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "kvern": kvern.__version__,
-        "python": platform.python_version(),
-        "machine": machine(),
-        "options": options,
-        "requests": arguments.requests,
-        **{case: {} if case == "workloads" else [] for case in cases if case != "http"},
-    }
+    report: Figures = {case: {} if case == "workloads" else [] for case in cases if case != "http"}
     with contextlib.ExitStack() as stack:
         if "offline" in cases or "workloads" in cases:
             server = stack.enter_context(serving(options))
@@ -341,9 +342,9 @@ def main() -> None:
     if "http" in cases:
         report["http"] = bench.http(arguments.rounds)
     show(report)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    given = {"requests": arguments.requests, "server": options}
+    model = dict(itertools.pairwise(options)).get("--model", DEFAULT_MODEL)
+    keep(arguments.output, "serving", model, given, measured(report, arguments.requests))
 
 
 if __name__ == "__main__":

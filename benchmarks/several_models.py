@@ -29,6 +29,8 @@ import httpx2
 from rich.console import Console
 from rich.table import Table
 
+from kvern.bench.record import keep
+
 ENGINE = "kvern.serving.process"
 KEY = "admin:secret"
 WAKES = 20
@@ -167,8 +169,7 @@ def main() -> int:
     for name, value in result.items():
         table.add_row(name, json.dumps(value))
     Console().print(table)
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep(options.output, "several_models", options.model, vars(options), findings=result)
     return 0
 
 

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvern import LLM, SamplingParams
+from kvern.bench.record import keep
 
 MODEL = "kvern-1m"
 OPTIONS = ("--threads", "1", "--max-model-len", "512", "--dtype", "float32")
@@ -247,8 +248,7 @@ def main() -> int:
     for name, value in result.items():
         table.add_row(name, json.dumps(value)[:300])
     Console().print(table)
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep(options.output, "soak", MODEL, vars(options), findings=result)
     return 1 if result["wrong"] or result["left"] or result["exit_code"] else 0
 
 

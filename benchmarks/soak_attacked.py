@@ -37,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.served import ENGINE, child_of
 
+from kvern.bench.record import keep
+
 STREAMS = 8
 ROWS = 32
 """Of a batch: on a CPU the time of a step grows with its rows, and a crowd of another key takes all that are free."""
@@ -340,8 +342,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="regular expression that the names of the attacks must hold (all)")
     options = parser.parse_args()
     result = soak(options.seconds, options.only)
-    if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep(options.output, "soak_attacked", MODEL, vars(options), findings=result)
     table = Table("what", "figure")
     for name, value in result.items():
         table.add_row(name, json.dumps(value)[:3000])

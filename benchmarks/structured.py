@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from kvern import LLM, SamplingParams
+from kvern.bench.record import Case, figure, keep
+from kvern.config import DEFAULT_MODEL
 from kvern.models.hub import resolve_model
 from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.grammar import grammars_of
@@ -103,17 +105,22 @@ def main() -> None:
                 records(llm, figures)
             for _ in range(4):
                 first_token(llm, dice, figures)
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps({"batch": BATCH, **figures}, indent=1) + "\n")
+    cases = []
     for name, values in figures.items():
         counted = values[len(values) // (arguments.rounds + 1) :]
         middle, low, high = statistics.median(counted), min(counted), max(counted)
         kind, _, form = name.partition(": ")
         beside = figures.get(f"{kind}: free")
+        if beside is None:
+            cases.append(Case(name, {"milliseconds": figure(counted, "ms")}))
+        else:
+            rates = figure(counted, "tokens/s", "higher")
+            cases.append(Case(name, {"tokens_per_second": rates}, {"batch": BATCH}))
         line = f"{name:15} {middle:10,.1f} {'ms' if beside is None else 'tokens/s'} ({low:,.1f} to {high:,.1f})"
         if beside is not None and form != "free":
             line += f", {middle / statistics.median(beside[1:]):.3f} of free"
         print(line)
+    keep(arguments.output, "structured", arguments.model or DEFAULT_MODEL, vars(arguments), cases)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvern.bench import machine
-from kvern.bench.record import Case, Record, figure, make_record, read_record, read_records, write_record
+from kvern.bench.record import Case, Record, figure, keep, make_record, read_record, read_records, write_record
 from kvern.errors import ConfigError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
@@ -77,9 +77,24 @@ def test_the_commit_of_a_checkout_is_named_and_whether_it_has_changes(
     assert machine.software().commit == f"{clean}-dirty"
 
 
-def test_results_of_bench_offline_in_the_checkout_are_records() -> None:
-    found = [path for path in RESULTS.rglob("*.json") if '"format": "kvern-bench"' in path.read_text()[:80]]
-    assert len(found) >= 24
-    for path in found:
-        record = read_record(path)
-        assert record.cases and all(case.figures["seconds"].runs for case in record.cases)
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: path.stem)
+def test_a_result_in_the_checkout_is_a_record_with_figures_of_its_runs(path: Path) -> None:
+    unknown = json.loads(path.read_text()).keys() - {field.name for field in msgspec.structs.fields(Record)}
+    assert not unknown, f"{path.name} has entries that no record has: {', '.join(sorted(unknown))}; see Record.findings"
+    record = read_record(path)
+    assert record.cases or record.findings, f"{path.name} says nothing that was measured"
+    for case in record.cases:
+        for name, found in case.figures.items():
+            if found.runs:
+                told, reckoned = (found.median, found.spread), figure(found.runs, found.unit)
+                wanted = (pytest.approx(reckoned.median), reckoned.spread)
+                assert told == wanted, f"{path.name}, {case.name}, {name}: median and spread are not those of the runs"
+
+
+def test_a_script_keeps_its_arguments_without_the_file_and_nothing_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    keep(path, "soak", "kvern-1m", {"seconds": 2, "output": path}, findings={"wrong": []})
+    record = read_record(path)
+    assert (record.options, record.findings, record.cases) == ({"seconds": 2}, {"wrong": []}, [])
+    keep(None, "soak", "kvern-1m", {})
+    assert list(tmp_path.iterdir()) == [path]

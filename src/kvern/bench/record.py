@@ -74,6 +74,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     conditions: dict[str, Any] = {}
     """Other circumstances of the measurement, such as the seconds of a start, or a server's URL."""
     cases: list[Case]
+    findings: dict[str, Any] = {}
+    """A benchmark's own figures that are no runs of a workload: counts of a soak, a table of kernels' times."""
 
     @property
     def name(self) -> str:
@@ -115,6 +117,20 @@ def write_record(record: Record, path: Path, beside: Mapping[str, Any] | None = 
     except OSError as error:
         raise ConfigError(f"{option} {target} cannot be written: {error.strerror or error}") from error
     return target
+
+
+def keep(
+    path: Path | None,
+    benchmark: str,
+    model: str | None,
+    given: Mapping[str, Any],
+    cases: Sequence[Case] = (),
+    findings: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the record of a script in `benchmarks/`, if its user named a file; `given` are its arguments."""
+    if path is not None:
+        options = {name: value for name, value in given.items() if value is not path}
+        write_record(make_record(benchmark, model, cases, options=options, findings=dict(findings or {})), path)
 
 
 def read_record(path: Path) -> Record:

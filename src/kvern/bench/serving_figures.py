@@ -95,16 +95,17 @@ def summarize(
     return found | (_details(run) if detailed else {})
 
 
-def case_of(name: str, part: Mapping[str, Any], asked: Mapping[str, Any]) -> Case:
-    """Returns the figures of one run for a record: throughputs and times as such, counts and errors as details."""
+def case_of(name: str, runs: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> Case:
+    """Returns the figures of runs for a record: throughputs and times as such, counts and errors as details."""
     figures, details = {}, {}
-    for key, value in part.items():
+    for key in runs[0]:
+        values = [run[key] for run in runs]
         if key.endswith("_ms"):
-            figures[key] = figure([value], "ms", main=key in MAIN)
+            figures[key] = figure(values, "ms", main=key in MAIN)
         elif key.endswith("throughput") or key == "request_goodput":
-            figures[key] = figure([value], "1/s", "higher", key in MAIN)
+            figures[key] = figure(values, "1/s", "higher", key in MAIN)
         else:
-            details[key] = value
+            details[key] = values if len(runs) > 1 else values[0]
     return Case(name, figures, dict(asked), details)
 
 

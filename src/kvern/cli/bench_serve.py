@@ -298,7 +298,7 @@ class ServeBench:
         record = make_record(
             "serve",
             server["model"],
-            [case_of(name, part, shape) for name, part in found.items()],
+            [case_of(name, [part], shape) for name, part in found.items()],
             options=options,
             conditions=server | metadata,
         )
