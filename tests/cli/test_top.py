@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -21,6 +22,7 @@ from kvern.cli.main import main
 from kvern.cli.output import print_tables
 from kvern.cli.remote import RemoteServer
 from kvern.cli.top import EngineName, Top, read_figures, row_of
+from kvern.engine.step_ring import read_steps
 from kvern.errors import ConfigError
 from tests.support.served import Served, serving
 
@@ -165,10 +167,22 @@ def test_one_look_at_a_real_server(server: Served, capsys: pytest.CaptureFixture
     url = server.url.removesuffix("/v1")
     server.client().completions.create(model="kvern-1m", prompt="Once", max_tokens=20)
     assert main(["top", "--once", "--url", url]) == 0
-    assert "kvern-1m  ready" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "kvern-1m  ready" in shown
+    assert re.search(r"steps .*p50 ms.*\n.*\n kvern-1m +\d+\.\d +\d+ +\d+\.\d\d .*[▁-█]{20} *\n", shown)
     assert main(["top", "--once", "--url", "http://127.0.0.1:9"]) == 1
     told = capsys.readouterr()
     assert not told.out and "does not answer" in told.err and "Traceback" not in told.err
+
+
+def test_the_file_of_steps_ends_with_its_engine(tmp_path: Path) -> None:
+    with serving("--model", "kvern-1m", "--threads", "1") as served:
+        told = served.raw("GET", "/v1/engines")[2]["data"][0]
+        file = Path(told["steps_file"])
+        assert file.stat().st_mode & 0o777 == 0o600
+        served.client().completions.create(model="kvern-1m", prompt="Once", max_tokens=5)
+        assert len(read_steps(file)) >= 5
+    assert not file.exists()
 
 
 def test_a_terminal_shows_it_until_it_is_interrupted(server: Served) -> None:

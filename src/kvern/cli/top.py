@@ -6,11 +6,13 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvern.cli.output import check_least, make_table, print_lines, print_tables
 from kvern.cli.remote import RemoteServer
+from kvern.engine.step_ring import Step, read_steps
 from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 PATIENCE = 5.0
 """Seconds until an answer must come."""
+STEP_SECONDS = 20.0
+"""The seconds before an engine's last step of which the steps are shown."""
+STEP_COLUMNS = "steps", "s ago", "number", "p50 ms", "p99 ms", "rows", "tokens", "the last ones"
+BARS = "▁▂▃▄▅▆▇█"
 STATES = ("cold", "asleep", "awake")
 """States of one of several models, as `kvern:model_state` counts them."""
 
@@ -132,6 +138,15 @@ class Top:
                 requests.add_row(str(request["id"]), shown(one, now.told), seconds, tokens)
         if requests.rows:
             yield requests
+        steps = make_table(*STEP_COLUMNS, words=("the last ones",))
+        for one in now.told:
+            path = one.get("steps_file")
+            if path is not None:
+                with suppress(OSError, ValueError):  # the engine has ended, or runs on another machine
+                    if row := row_of_steps(read_steps(path)):
+                        steps.add_row(shown(one, now.told), *row)
+        if steps.rows:
+            yield steps
 
     def lines(self) -> Iterator[str]:
         """Yields the verdict on each engine."""
@@ -140,6 +155,26 @@ class Top:
             if (verdict := one.get("verdict")) is not None:
                 evidence = f"{verdict['evidence']} ({verdict['share']:.0%} of the time): {verdict['action']}"
                 yield f"{shown(one, told)}: {evidence}"
+
+
+def row_of_steps(steps: Sequence[Step]) -> list[str]:
+    """Returns the cells of an engine's last seconds step by step, the time of each of the last ones drawn as a bar."""
+    last = [step for step in steps if step.ended > steps[-1].ended - STEP_SECONDS]
+    if not last:
+        return []
+    ordered = sorted(step.seconds for step in last)
+    middle, late = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
+    drawn = [step.seconds for step in last[-len(BARS) * 5 :]]
+    bars = (BARS[int((len(BARS) - 1) * seconds / max(*drawn, 1e-9))] for seconds in drawn)
+    return [
+        f"{time.monotonic() - last[-1].ended:.1f}",
+        f"{len(last):,}",
+        f"{1000 * middle:.2f}",
+        f"{1000 * late:.2f}",
+        f"{sum(step.rows for step in last) / len(last):.1f}",
+        f"{sum(step.tokens for step in last) / len(last):.1f}",
+        "".join(bars),
+    ]
 
 
 def shown(one: dict[str, Any], told: Sequence[dict[str, Any]]) -> str:

@@ -92,6 +92,7 @@ class EngineCore(EngineLoop):
         self.drafting = drafting
         self._clock, self._sleep = timing.clock, timing.sleep
         self._watch = timing.watch
+        self._ring = None if timing.watch is None else timing.watch.ring
         self._pace = timing.pace or Pace(clock=timing.clock)
         self._recorder = timing.recorder
         if self._recorder is not None:
@@ -350,6 +351,9 @@ class EngineCore(EngineLoop):
         if self.drafting is not None:
             answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
             self.drafting.propose(answered, len(self.scheduler.running))
+        if self._ring is not None:
+            counts = len(requests), len(self.scheduler.waiting), self._counted.generation_tokens
+            self._ring.write(self._seconds.last, counts, self._seconds.spent)
         return events
 
     def _rest(self) -> None:

@@ -51,11 +51,15 @@ class StepSeconds:
         self._overhead = 0.0
         self._overlaps = overlaps
         self._clock = clock
-        self._spent = [0.0] * len(CAUSES)
+        self.spent = [0.0] * len(CAUSES)
+        """The seconds of each cause."""
+        self.last = 0.0, 0.0, 0
+        """The end of the last step, its seconds, whatever they were spent on, and its tokens."""
         self._until = clock()
         """The time up to which all seconds have a cause."""
-        self._begun: deque[tuple[Parts | None, int, float]] = deque()
-        """The parts of each step in flight, the cause of its weights, or of all of it, and when it was submitted."""
+        self._begun: deque[tuple[Parts | None, int, float, int]] = deque()
+        """The parts of each step in flight, the cause of its weights, or of all of it, when it was submitted, and its
+        tokens."""
         self._awaited = 0.0
         self._exact, self._ratio = True, 1.0
         self._reads = self._computes = 0.0
@@ -75,14 +79,15 @@ class StepSeconds:
         """A step is about to be submitted, while the best waiting request has this `lack`."""
         now = self._clock()
         if not self._begun:
-            self._spent[HOST] += now - self._until
+            self.spent[HOST] += now - self._until
             self._until = now
         if not load.rows and not load.encoding:
-            self._begun.append((None, TIER, now))
+            self._begun.append((None, TIER, now, 0))
         elif self._factors is None:
-            self._begun.append((None, LACKS.get(lack, STEP), now))
+            self._begun.append((None, LACKS.get(lack, STEP), now, load.rows))
         else:
-            self._begun.append((self._parts(load, self._factors), LACKS.get(lack, WEIGHTS), now))
+            parts = self._parts(load, self._factors)
+            self._begun.append((parts, LACKS.get(lack, WEIGHTS), now, load.rows))
 
     def awaits(self) -> None:
         """The result of the oldest step is about to be awaited."""
@@ -92,7 +97,8 @@ class StepSeconds:
     def ended(self) -> None:
         """The result of the oldest step has come."""
         now, known = self._clock(), self._exact
-        parts, cause, _ = self._begun.popleft()
+        parts, cause, _, tokens = self._begun.popleft()
+        self.last = now, now - self._until, tokens
         self._exact = not self._overlaps or now - self._awaited > AT_ONCE
         if parts is None:
             self._pass(cause, now)
@@ -106,7 +112,7 @@ class StepSeconds:
                 took = min(took, expected)
             elif known and took > 0:
                 self._ratio += GAIN * self._ratio * (min(took / expected, LARGEST) - 1)
-        factor, spent = took / whole, self._spent
+        factor, spent = took / whole, self.spent
         if weights:
             spent[cause] += factor * weights
         spent[KEYS] += factor * keys
@@ -130,16 +136,16 @@ class StepSeconds:
         if works and self._until < self._reported + REPORT_SECONDS:
             return
         self._reported = self._until
-        statistics.seconds = tuple(self._spent)
+        statistics.seconds = tuple(self.spent)
         if (factors := self._factors) is not None:
-            spent = self._spent
+            spent = self.spent
             read = spent[WEIGHTS] + spent[KEYS] + spent[BLOCKS] + spent[ROWS] + spent[ADAPTER] + spent[BATCH]
             statistics.reading = factors.read * self._reads, read
             statistics.computing = factors.computed * self._computes, spent[PRODUCTS]
             statistics.bandwidth, statistics.rate = factors.card.bandwidth, factors.card.rate
 
     def _pass(self, cause: int, until: float) -> None:
-        self._spent[cause] += until - self._until
+        self.spent[cause] += until - self._until
         self._until = until
 
     def _parts(self, load: StepLoad, factors: "StepFactors") -> Parts:

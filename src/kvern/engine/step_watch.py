@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvern.engine.step_ring import StepRing
+
 LENGTH_BYTES = 8
 """Before the list, its length: an earlier, longer list may stand behind it."""
 
@@ -50,6 +52,7 @@ class StepWatch:
     tell        is called before a step that may take longer than `silence` said before
     longest     seconds that a step of a size may take which none had before: something may be compiled for it
     shortest    seconds that any step may take
+    ring        where the core writes what each step was
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class StepWatch:
         longest: float,
         shortest: float = SHORTEST_SILENCE,
         clock: Callable[[], float] = time.monotonic,
+        ring: StepRing | None = None,
     ) -> None:
+        self.ring = ring
         self._running = running
         self._tell = tell
         self._longest = longest

@@ -98,7 +98,7 @@ RECORDS = {
     "conversation": "id!=text",
     "text_object": "text!=name",
     "engine": "model!=text engine!=text ready!=bool",
-    "engine_state": "model!=text engine!=text ready!=bool verdict=verdict? oldest_requests!=[object]",
+    "engine_state": "model!=text engine!=text ready!=bool verdict=verdict? oldest_requests!=[object] steps_file=text?",
     "verdict": "cause!=text share!=number evidence!=text action!=text",
     "ollama_options": "*ollama_sampling num_predict=int? repeat_penalty=number?",
     "ollama_model": "model!=text name!=text",

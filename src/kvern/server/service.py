@@ -399,15 +399,16 @@ class Service:
         now, found = time.monotonic(), list[dict[str, object]]()
         for one in self.engines:
             for replica in one.client.replicas:
-                verdict = replica.metrics.time.verdict
+                verdict, ready = replica.metrics.time.verdict, replica.supervisor.is_ready
                 oldest = sorted(replica.workload.running.values(), key=lambda generation: generation.asked)[:OLDEST]
                 found.append(
                     {
                         "model": one.models[0],
                         "engine": replica.name,
-                        "ready": replica.supervisor.is_ready,
+                        "ready": ready,
                         "verdict": verdict and {**verdict._asdict(), "share": round(verdict.share, 3)},
                         "oldest_requests": [generation.told(now) for generation in oldest],
+                        "steps_file": (replica.supervisor.link.ready.steps_file or None) if ready else None,
                     }
                 )
         return found

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from kvern.engine.step_ring import ring_path
 from kvern.engine.step_watch import read_running
 from kvern.io.bytecode import bytecode_environment
 
@@ -107,6 +108,7 @@ class EngineChild:
 
     def forget(self) -> None:
         self._folder.cleanup()
+        ring_path(self._folder.name).unlink(missing_ok=True)
 
     def memory(self) -> int:
         return sum(map(_bytes_of, _members(self._process.pid)))

@@ -22,6 +22,7 @@ import zmq
 
 from kvern.config import EngineConfig
 from kvern.engine.loop import EngineLoop, refused
+from kvern.engine.step_ring import make_ring, ring_path
 from kvern.engine.step_watch import SHORTEST_SILENCE, RunningFile, StepWatch
 from kvern.errors import KvernError, in_a_line
 from kvern.io.sockets import connect
@@ -58,6 +59,8 @@ from kvern.tiers.arena import ARENA
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
+    from kvern.runner.plan import Layout
+    from kvern.spec.facts import ModelFacts
 
 logger = logging.getLogger("kvern")
 
@@ -107,6 +110,7 @@ def main(address: str, running: str, parent: int) -> int:
                 lambda seconds: socket.send(encode(Busy(seconds))),
                 config.longest_silence,
                 config.engine_timeout or SHORTEST_SILENCE,
+                ring=make_ring(Path(running).parent),
             )
             folder = folder_here(config, config.model or "")
             core, spec, layout = build_core(
@@ -117,27 +121,36 @@ def main(address: str, running: str, parent: int) -> int:
         return 2
     gc.freeze()  # what is there now stays: collections need not look at it
     gc.enable()
-    gpu = next(iter(layout.gpus), None)
     facts = facts_of(config, spec, layout, folder)
-    cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
-    most = layout.max_batch_requests
-    sizes = config.dp_attention_size, layout.blocks * layout.block_size * layout.token_bytes
-    sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
-    socket.send(encode(Ready(layout.max_model_len, most, str(startup), gpu, facts, cached, *sizes, sleeps)))
+    ready = ready_with(config, layout, core, str(startup), facts)
+    ready.steps_file = "" if watch.ring is None else str(watch.ring.path)
+    socket.send(encode(ready))
     try:
         serve(socket, core, parent, watch, config.expert_counts, running)
     except Exception as error:
         logger.exception("the engine failed")
         socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
         return 1
+    finally:
+        ring_path(Path(running).parent).unlink(missing_ok=True)
     if os.getppid() != parent:
         forget(running)
     return 0
 
 
+def ready_with(config: EngineConfig, layout: "Layout", core: EngineLoop, report: str, facts: "ModelFacts") -> Ready:
+    """Returns the message about an engine that is loaded."""
+    gpu = next(iter(layout.gpus), None)
+    cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
+    sizes = config.dp_attention_size, layout.blocks * layout.block_size * layout.token_bytes
+    sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
+    return Ready(layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, sleeps)
+
+
 def forget(running: str) -> None:
-    """Remove the folder that the parent made, which has ended and cannot."""
+    """Remove the folder that the parent made, which has ended and cannot, and the steps."""
     shutil.rmtree(Path(running).parent, ignore_errors=True)
+    ring_path(Path(running).parent).unlink(missing_ok=True)
 
 
 def end_like(code: int) -> None:

@@ -118,6 +118,8 @@ class Ready(WireMessage):
 
     sleeps: bool = False
     """The engine can give its memory back and take it again."""
+    steps_file: str = ""
+    """The file on its machine with its last steps; empty if there is none."""
 
     @property
     def sequences(self) -> int:
