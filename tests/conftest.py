@@ -18,6 +18,7 @@ from kvern import LLM, EngineConfig
 from kvern.cpu.build import build
 from kvern.cpu.kernel_library import BuildError
 from kvern.device.measurements import keep_builds
+from tests.support.sampling import leave_to_the_night
 from tests.support.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
@@ -43,6 +44,13 @@ if torch.cuda.is_available():  # all tests share what one has compiled, also tho
 def pytest_sessionstart() -> None:
     """Nothing that is imported is garbage."""
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a CPU, cases that no sample has are `nightly`, before `-m` looks at marks."""
+    if not torch.cuda.is_available():
+        leave_to_the_night(items)
 
 
 def pytest_collection_finish() -> None:

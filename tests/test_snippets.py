@@ -58,6 +58,7 @@ def names(served: Served, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
     }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_prints_what_it_says(page: Path, names: dict[str, str], example: None) -> None:
     space: dict[str, object] = {}
@@ -75,6 +76,7 @@ def test_a_page_prints_what_it_says(page: Path, names: dict[str, str], example: 
             value.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_answers_well(example: Path) -> None:
     """No line that names an answer is empty."""

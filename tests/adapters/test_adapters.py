@@ -75,6 +75,7 @@ def make(tiny_model: Path, files: dict[str, Path]) -> Callable[..., LLM]:
     return lambda **options: LLM(str(tiny_model), **(OPTIONS | {"adapters": adapters} | options))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "modules", "excluded"),
     [
@@ -105,6 +106,7 @@ def test_logits_agree_with_peft(family: str, modules: Any, excluded: Any, tmp_pa
     assert torch.equal(logits(decoder, PROMPT, bank.select([-1], [len(PROMPT)], None)), plain)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

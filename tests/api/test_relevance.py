@@ -47,6 +47,7 @@ def ask(server: Served, path: str, status: int = 200, **body: Any) -> Any:
     return content
 
 
+@pytest.mark.sample(1)
 def test_scores_are_those_of_transformers(served: tuple[Served, Path]) -> None:
     """All documents at once, and each alone."""
     server, folder = served

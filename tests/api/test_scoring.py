@@ -78,6 +78,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_scores_are_those_of_transformers(family: Path, name: str) -> None:
     pairs = with_greedy(made_pairs(), family)
@@ -87,6 +88,7 @@ def test_scores_are_those_of_transformers(family: Path, name: str) -> None:
         assert is_idle(llm)
 
 
+@pytest.mark.sample(1)
 def test_beside_other_requests_and_preempted(family: Path) -> None:
     """Others get what they get alone, and scores are right although both had to give way."""
     pairs = made_pairs()
@@ -120,6 +122,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["kvern-12m", "kvern-1m"])
 def test_the_embedded_models(model: str) -> None:
     with LLM(model, dtype="float32", max_model_len=256, kv_cache_tokens=2048, threads=1) as llm:

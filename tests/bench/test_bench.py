@@ -105,6 +105,7 @@ def test_bench_offline_writes_what_it_measured(tmp_path: Path, capsys: pytest.Ca
     assert main(["bench", "offline", "--repeat", "0"]) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 def test_ranks_with_rows_of_their_own_are_measured_without_a_prefix_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

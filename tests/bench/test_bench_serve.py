@@ -226,6 +226,7 @@ def test_datasets_of_files(bench: Bench, tmp_path: Path) -> None:
             custom_samples(rows, 1, 1, len)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(WORKLOADS))
 def test_workloads(bench: Bench, name: str) -> None:
     code, report, said = bench("--workload", name, "--num-prompts", "4", "--request-rate", "100", "--disable-tqdm")
@@ -250,6 +251,7 @@ def test_requests_that_all_fail_are_counted_and_end_with_one(
     assert (code, report["errors"]["timeout"]["count"]) == (1, 2)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -284,6 +286,7 @@ def test_bad_options_are_one_line(bench: Bench, options: tuple[str, ...], reason
     assert said.count("\n") == 1
 
 
+@pytest.mark.nightly
 def test_a_server_that_dies_midway_is_counted() -> None:
     served = Served("kvern-12m", *SMALL[1:], "--max-model-len", "2048")
     engine = served.engine_pid()

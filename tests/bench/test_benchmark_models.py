@@ -25,6 +25,7 @@ def test_a_shape_is_described(folder: Path) -> None:
     assert len(spec_from_config(config).layers) == config.get("text_config", config)["num_hidden_layers"]
 
 
+@pytest.mark.nightly
 def test_the_command_of_the_documentation_runs_a_shape_without_weights_and_tokenizer(tmp_path: Path) -> None:
     config: dict[str, Any] = json.loads((ROOT / "benchmarks/models/llama-3.1-8b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | SMALL))

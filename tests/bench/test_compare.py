@@ -40,6 +40,7 @@ def rounds(rng: random.Random, count: int, sigma: float, loss: float = 0.0) -> t
     return Side("A", sides[0]), Side("B", sides[1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sigma", [0.002, 0.01, 0.03, 0.1])
 @pytest.mark.parametrize("count", [5, 10])
 def test_ten_clean_runs_raise_nothing(sigma: float, count: int) -> None:

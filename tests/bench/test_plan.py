@@ -97,6 +97,7 @@ def test_estimates_are_near_what_was_measured(models: dict[str, Model]) -> None:
     assert 4096 / prompt.first_token == pytest.approx(39_400, rel=0.15)
 
 
+@pytest.mark.nightly
 def test_requests_of_unlike_lengths_take_until_the_longest_has_ended(models: dict[str, Model]) -> None:
     """Those of one length take what the plan says; 256 of all lengths within a fifth of what they took on H200s."""
     card = CARDS["h200"]
@@ -232,6 +233,7 @@ def test_the_command_chooses_and_writes(
     assert json.loads(capsys.readouterr().out)["splits"][0]["split"] == split
 
 
+@pytest.mark.nightly
 def test_plans_are_of_weights_as_options_load_them(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +257,7 @@ def test_plans_are_of_weights_as_options_load_them(
     assert "kvern quantize" not in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_model_that_fits_nowhere_is_an_error(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folders["70b"]), "--load-format", "dummy", "--hardware", "l4"]) == 1
     out = capsys.readouterr().out
@@ -314,6 +317,7 @@ def test_links_are_those_that_the_driver_tells(pairs: bool, monkeypatch: pytest.
     assert len({(card.link, card.delay) for card in cards}) == 1
 
 
+@pytest.mark.nightly
 def test_a_server_plans_where_there_are_several_gpus(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_the_same_seed_makes_the_same_text() -> None:
     assert first != other
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("task", SPLIT_TASKS)
 def test_training_never_draws_a_held_out_combination(task: str) -> None:
     for held_out in (False, True):
@@ -160,6 +161,7 @@ def test_a_batch_depends_on_seed_and_number_alone(tokenizer_folder: Path) -> Non
     assert (first != next_one).any()
 
 
+@pytest.mark.nightly
 def test_training_resumes_to_the_same_weights(tokenizer_folder: Path, tmp_path: Path) -> None:
     def run(checkpoint: str, stop_at: int | None) -> Llama:
         path = tmp_path / checkpoint
@@ -209,6 +211,7 @@ def test_edited_texts_are_those_of_their_prompts(task: str) -> None:
             assert asked.endswith(answer)
 
 
+@pytest.mark.nightly
 def test_a_model_learns_to_edit(tmp_path: Path) -> None:
     folder = resolve_model("kvern-1m")
     before = load(folder).state_dict()

@@ -69,6 +69,7 @@ def copies_of_one_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCacheManager, "admit", admit_with_one_copy)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "mistake",
     [

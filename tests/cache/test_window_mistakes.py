@@ -20,6 +20,7 @@ def life_setup(seed: int) -> Setup:
     return with_window(replace(any_setup, drafts=4), ((3, 1), (5, 2))[seed % 2], seed % 4 > 1)
 
 
+@pytest.mark.nightly
 def test_without_a_mistake_nothing_is_noticed() -> None:
     consume(random_life(life_setup(seed), seed, faults=0.3) for seed in range(12))
 
@@ -65,6 +66,7 @@ def windows_of_forks_without_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowedBlocks, "fork", fork_unnoticed)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "mistake",
     [

@@ -66,6 +66,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.sample(1)
 def test_answers_are_those_of_one_table(folder: Path) -> None:
     plain = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
     search = SamplingParams(beam_width=3, n=2, max_tokens=6, logprobs=1)
@@ -85,6 +86,7 @@ def test_answers_are_those_of_one_table(folder: Path) -> None:
         assert (found.preemptions > 0) == ("kv_cache_tokens" in options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("gemma4", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("options", [SMALL, SMALL | {"cpu_kernels": False}], ids=["compiled", "PyTorch"])
 def test_what_others_left_in_blocks_changes_nothing(

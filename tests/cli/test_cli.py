@@ -133,6 +133,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, model: Path, caps
         assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.nightly
 def test_a_model_without_memory_for_it_is_refused_in_a_line(model: Path) -> None:
     limited = [
         "bash",
@@ -416,6 +417,7 @@ def test_ctrl_c_at_the_answer_to_a_prompt_ends_with_its_exit_code(
     assert "[stopped]" in shown.err and "[stopped]" not in shown.out
 
 
+@pytest.mark.nightly
 def test_requests_through_a_pipe(model: Path) -> None:
     rows = '{"prompt": "the fox", "max_tokens": 3}\n{"prompt": 5}\n'
     command = [sys.executable, "-m", "kvern", "run", "-", "-", "--model", str(model), "--temperature", "0"]
@@ -426,6 +428,7 @@ def test_requests_through_a_pipe(model: Path) -> None:
     assert "prompt is 5" in result.stderr and "tokens/s" in result.stderr
 
 
+@pytest.mark.nightly
 def test_chat_through_a_pipe(model: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "kvern", "chat", str(model), "--temperature", "0", "--max-tokens", "4"],

@@ -37,6 +37,7 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     assert completed("kvern", "serve", "--max-model") == ["--max-model-len"]
 
 
+@pytest.mark.nightly
 def test_a_script_for_zsh_is_printed() -> None:
     command = [sys.executable, "-m", "kvern.cli.main", "completion", "zsh"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -76,6 +76,7 @@ print("loaded", library._loaded is not None, "compilers", *filter(shutil.which, 
 """
 
 
+@pytest.mark.nightly
 def test_containers_without_a_compiler_start_with_the_kernels_of_the_image(tmp_path: Path) -> None:
     """The command of the image, with a compiler that copies the library of the tests; then two starts."""
     load_kernels("cpu_sampling", 1)
@@ -339,6 +340,7 @@ def test_alerts_parse() -> None:
     assert {rule["expr"].partition('job="')[2].partition('"')[0] for rule in alert_rules()} - {""} <= jobs
 
 
+@pytest.mark.nightly
 def test_alerts_know_the_metrics_of_a_server() -> None:
     """A metric with labels that were not needed yet has no sample: its family says what it will have."""
     server = Served("--api-key", KEY, "--threads", "1", "--max-model-len", "256", "--kv-tier", "host:64MB")

@@ -27,6 +27,7 @@ from tests.support.scaled_rows import quantize
 from tests.support.tiny_model import make_tiny_model
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", ["llama_bias", "llama3", "gemma3", "mixtral", "qwen2_moe", "glm4_moe", "phi3"])
 @pytest.mark.parametrize("layers", ["nothing", "."])
 def test_every_parameter_and_byte_is_counted_once(family: str, layers: str, tmp_path: Path) -> None:

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvern.cli.entry import StderrRelay
 from tests.support.served import SMALL, eventually, serving
 
 
+@pytest.mark.nightly
 def test_a_server_whose_words_nobody_reads_goes_on() -> None:
     with serving(*SMALL, "--log-requests", "summary") as served:
         assert served.process.stderr is not None

@@ -47,6 +47,7 @@ def words(lines: list[str]) -> set[str]:
     return {word for line in lines for word in line.split() if "─" not in word}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("columns", [120, 80, 60, 40])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_fits_the_terminal_and_breaks_no_word(
@@ -73,6 +74,7 @@ def test_without_a_terminal_nothing_is_broken(
     assert shown(capsys) == wide
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("columns", [80, 60, 40])
 @pytest.mark.parametrize("command", ["", "bench", *map(" ".join, COMMANDS_BY_WORDS)])
 def test_help_fits_the_terminal(
@@ -99,6 +101,7 @@ def test_notes_on_other_names_fit_the_terminal(
     assert any(line.startswith("  --kv-transfer-config, of vLLM, is refused:") for line in lines)
 
 
+@pytest.mark.nightly
 def test_a_real_terminal_of_60_columns_has_its_lines() -> None:
     parent, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))

@@ -166,6 +166,7 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(("line", "expected"), DOCUMENTED)
 def test_documented_commands_are_understood(line: str, expected: dict[str, Any]) -> None:
     command, _ = parsed(line)
@@ -285,6 +286,7 @@ def test_files_may_use_names_of_vllm(tmp_path: Path) -> None:
     assert [note.partition(" has")[0] for note in notes] == [f"{file}: uvicorn-log-level"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", range(4))
 def test_texts_of_flags_stand_for_those_of_a_file(tmp_path: Path, count: int) -> None:
     file = tmp_path / "config.yaml"
@@ -338,6 +340,7 @@ def test_help_about_a_word_knows_names_of_vllm(capsys: pytest.CaptureFixture[str
     assert "--trust-remote-code, of vLLM, has no effect: models are computed by code" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("line", [FIRST_SERVER, pytest.param(SECOND_SERVER, marks=pytest.mark.nightly)])
 def test_documented_commands_give_a_server(line: str) -> None:
     with serving(*shlex.split(line)) as server:
@@ -352,6 +355,7 @@ def test_what_both_have_with_other_values_is_known_without_the_table() -> None:
     assert {name for name in own if name in VLLM or name.removeprefix("no_") in VLLM} == SHARED
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("line", "imported"), [("--port 0 --no-prefix-cache", False), ("--dtype float", True)])
 def test_the_table_is_imported_for_a_flag_that_needs_it(line: str, imported: bool) -> None:
     program = "import os, sys; from kvern.cli.main import read_command; read_command(sys.argv[1:], os.environ)"

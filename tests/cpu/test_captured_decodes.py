@@ -66,6 +66,7 @@ def answers(llm: LLM) -> Any:
     return [[(part.token_ids, part.logprobs) for part in output.outputs] for output in outputs]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "options", "changes"),
     [

@@ -45,6 +45,7 @@ def test_contents_come_back_whatever_has_changed() -> None:
         assert owner.parts["half"].data_ptr() == owner.parts["whole"].data_ptr() + 20 * MIB
 
 
+@pytest.mark.nightly
 def test_memory_that_another_process_took_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Owner(CPU)
     memory = DeviceMemoryAsleep(owner, CPU, [owner.cache])

@@ -14,6 +14,7 @@ BY_DAY = ("attention.cpp", "linear.cpp", "packed_int8.cpp", "threads.cpp")
 """The longest, and the threads that all use."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(shutil.which(CROSS) is None, reason=f"there is no {CROSS}: apt-get install g++-aarch64-linux-gnu")
 @pytest.mark.parametrize(
     "source",

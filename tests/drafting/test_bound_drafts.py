@@ -76,6 +76,7 @@ def never_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masks, "STEADY_SECONDS", 1.0)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("accuracy", "on_device"), [(0.0, False), (0.8, False), (0.8, True), (1.0, False)])
 def test_answers_have_their_form_and_the_tokens_that_they_have_without(
     llm: LLM, accuracy: float, on_device: bool
@@ -145,6 +146,7 @@ FOLLOWING: list[dict[str, Any] | None] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("accuracy", "on_device"), [(0.3, False), (0.8, True), (1.0, False)])
 def test_logits_processors_see_the_drafts(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accuracy: float, on_device: bool

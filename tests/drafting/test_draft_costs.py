@@ -196,6 +196,7 @@ def test_nothing_is_slower(
     assert steps.now < 1.02 * steps.without
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("running", "least"), [(1, 3.0), (8, 2.0), (64, 1.1)])
 def test_right_drafts_pay_in_every_batch(running: int, least: float) -> None:
     steps = SimulatedSteps(running, reads_weights, lambda request, token: 0.9)
@@ -218,6 +219,7 @@ def test_the_balance_of_all_drafts_bounds_what_they_lose() -> None:
     assert steps.drafts > 0 and steps.now < 1.02 * steps.without
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("seconds", "running"), [(computes, 1), (in_tiles, 4), (reads_weights, 16)])
 def test_steps_in_flight_lose_no_more(seconds: Callable[[int, bool], float], running: int) -> None:
     """A step takes no longer because the one before it, which it waits for, is not looked at."""
@@ -230,6 +232,7 @@ def test_steps_in_flight_lose_no_more(seconds: Callable[[int, bool], float], run
     assert 0 < two < 1.1 * one
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("before", [0, 9, 40])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_step_that_is_held_up_stops_drafts_for_a_moment(before: int, device: str) -> None:
@@ -243,6 +246,7 @@ def test_a_step_that_is_held_up_stops_drafts_for_a_moment(before: int, device: s
     assert 2.5 * (steps.now - begun) < steps.without - without
 
 
+@pytest.mark.nightly
 def test_steps_that_are_held_up_again_and_again_are_paid_for() -> None:
     """For 100 steps' time whenever it guesses: that is what it takes, and nothing that happens to it."""
     stalls = [100 * reads_weights(1, False)] * 2000

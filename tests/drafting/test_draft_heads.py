@@ -34,6 +34,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_layers_for_multi_token_prediction(family: str, tmp_path: Path) -> None:

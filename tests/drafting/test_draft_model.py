@@ -48,6 +48,7 @@ def plain(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("same", "compiled"),
     [
@@ -71,6 +72,7 @@ def test_every_parameter(same: bool, compiled: bool, plain: LLM, tiny_model: Pat
     assert statistics.accepted_tokens > 100 if same else statistics.accepted_tokens < statistics.draft_tokens
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_its_keys_are_right_whatever_happens(depth: int, tiny_model: Path) -> None:
     """The model guesses for itself: a draft is wrong if and only if it read keys that are not its own.

@@ -19,6 +19,7 @@ from tests.support.outputs import tokens_and_texts
 from tests.support.tiny_model import make_tiny_model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("cpu_kernels", "captures"), [pytest.param(False, False, marks=pytest.mark.nightly), (True, True), (True, False)]
 )

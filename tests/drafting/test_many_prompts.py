@@ -235,6 +235,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(family, guessing, variant, count, id=names, marks=pytest.mark.nightly)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "guessing", "variant", "count"), [*cases()])
 def test_tokens_are_those_without_drafts(
     family: str,

@@ -25,6 +25,7 @@ def scores(folder: Path, decoder: Decoder, states: torch.Tensor) -> torch.Tensor
     return torch.stack([heads.logits(states, head) for head in range(heads.count)], 1).double()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("names", ["authors", "vllm", "tensorrt"])
 @pytest.mark.parametrize("drafted", [None, 40])
 @torch.inference_mode()
@@ -118,6 +119,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert heads.count == 4 and heads.logits(torch.zeros(2, 48), 3).shape == (2, 131)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cpu_kernels", [False, True])
 @torch.inference_mode()
 def test_drafts_are_what_the_definition_says(cpu_kernels: bool, tmp_path: Path) -> None:

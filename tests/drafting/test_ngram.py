@@ -67,6 +67,7 @@ def test_long_prompts_are_read_in_parts(tiny_model: Path, monkeypatch: pytest.Mo
     assert [guesses[1] for guesses in found] == [[], [0, 1], [0, 1], [0, 1]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [{}, {"cpu_kernels": False, "prefix_cache": False}, {"kv_cache_tokens": 96}], ids=str
 )

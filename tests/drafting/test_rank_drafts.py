@@ -117,6 +117,7 @@ def test_engines_of_ranks_draft_as_one_process_does(
     assert len(found[0][1]) > 20
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("entries", "layers"),
@@ -149,6 +150,7 @@ def test_the_last_stage_has_the_inputs_of_layers_of_others(
         torch.testing.assert_close(last, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_head_that_is_asked_late_has_read_prompts_in_parts(tmp_path: Path) -> None:
     """By requests with an adapter and without, of which those with one change what its entries are given."""
     target = make_tiny_model(tmp_path / "target")

@@ -48,6 +48,7 @@ def drawn_from(probabilities: torch.Tensor, seed: int = 11) -> torch.Tensor:
     return sampler.draw(probabilities.expand(DRAWS, -1), numbers)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("seed", "asked"), list(enumerate(FILTERS)), ids=str)
 def test_tokens_have_the_models_probabilities(seed: int, asked: dict[str, Any]) -> None:
     logits, theirs = logits_of(seed), logits_of(seed + 50).softmax(-1)
@@ -110,6 +111,7 @@ def test_a_drafter_that_is_the_model_is_always_right() -> None:
     assert torch.equal(chosen, drafts)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", [0, 4])
 def test_a_draft_that_nobody_drew_is_accepted_with_its_probability(draft: int) -> None:
     """By sampling alone, and as speculative sampling has it for a drafter that is sure."""
@@ -142,6 +144,7 @@ def test_probabilities_are_kept_until_their_drafts_are_verified() -> None:
     assert drawn.of(step) is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("requests", [50, pytest.param(100, marks=pytest.mark.nightly)])
 def test_an_engine_draws_with_the_models_probabilities(tiny_model: Path, requests: int) -> None:
     options: dict[str, Any] = {"max_model_len": 64, "max_batch_requests": 32, "dtype": "float32", "threads": 1}
@@ -170,6 +173,7 @@ def test_what_else_requests_ask_for(tiny_model: Path) -> None:
     assert texts[1] != texts[0], "tokens depend on drafts"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_draft_model_tells_what_it_draws_from(tiny_model: Path, compiled: bool) -> None:
     """The model guesses for itself: all of its drafts are right, filtered, greedy or not."""

@@ -124,6 +124,7 @@ LIES: dict[str, tuple[Callable[[Body], Any], str]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("lie", LIES)
 def test_a_server_that_lies_costs_its_drafts_alone(
     lie: str, served: tuple[Drafts, str], asking: Callable[[str], RemoteProposer], caplog: pytest.LogCaptureFixture

@@ -61,6 +61,7 @@ def llm(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
 def test_every_parameter(llm: LLM, accuracy: float, on_device: bool) -> None:

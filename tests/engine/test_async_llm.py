@@ -105,6 +105,7 @@ def test_async_errors_reach_who_asked(tiny_model: Path) -> None:
     serve(tiny_model, work)
 
 
+@pytest.mark.nightly
 def test_streams_outlive_their_engine(tiny_model: Path) -> None:
     """Another engine goes on with the same tokens."""
     drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=150, ignore_eos=True)
@@ -126,6 +127,7 @@ def test_streams_outlive_their_engine(tiny_model: Path) -> None:
     serve(tiny_model, work)
 
 
+@pytest.mark.nightly
 def test_two_async_engines_share_the_work(tiny_model: Path, tiny_llm: LLM) -> None:
     async def work(engine: AsyncLLM) -> None:
         found = await engine.generate(PROMPTS, GREEDY)

@@ -46,6 +46,7 @@ def test_in_any_batch(llm: LLM, alone: list[Any]) -> None:
         assert [answer(output) for output in outputs[: len(order)]] == [alone[index] for index in order]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

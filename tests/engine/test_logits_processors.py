@@ -63,6 +63,7 @@ def test_a_processor_sees_every_token(llm: LLM) -> None:
         assert [answer.token_ids for answer in output.outputs] == [following(by)] * len(output.outputs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,6 +139,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("fault", "said", "tokens"), FAULTS, ids=range(len(FAULTS)))
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0}, {"top_p": 0.9, "top_k": 40}, {"typical_p": 0.8}], ids=str)
 def test_one_that_fails_ends_its_request_alone(
@@ -293,6 +295,7 @@ def test_a_failure_over_http_hurts_nobody(server: Served) -> None:
     assert server.figure("engine_restarts_total") == 0
 
 
+@pytest.mark.nightly
 def test_a_processor_goes_on_in_the_next_engine(server: Served) -> None:
     client = server.client()
     asked = {"logits_processors": {"follow": {"by": 1, "below": 4000}}, "ignore_eos": True}

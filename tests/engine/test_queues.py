@@ -129,6 +129,7 @@ def steps_of_a_life(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[list[tup
     return steps
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(12, 40))]
 )
@@ -178,6 +179,7 @@ class Counted:
         return self.keys, self.questions
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_step_looks_at_few_that_wait(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, questions = Counted(policy, monkeypatch).look(steps=10)

@@ -353,6 +353,7 @@ STATE_MISTAKES: list[Mistake] = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mistake", STATE_MISTAKES)
 def test_a_crowd_with_states_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     def setup(seed: int) -> Setup:

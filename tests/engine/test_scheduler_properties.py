@@ -18,6 +18,7 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=30)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("paged", "prefix_cache", "chunked", "continuous", "policy"),
     [

@@ -161,6 +161,7 @@ def test_an_engine_that_dies_before_a_step_is_passed_by(two: LLM) -> None:
     eventually(lambda: two.statistics() is not None and first.supervisor.is_ready)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 def test_an_adapter_that_is_lost_before_a_step_ends_its_requests(tiny_model: Path, two: LLM, tmp_path: Path) -> None:
     """No engine is given what it does not know."""

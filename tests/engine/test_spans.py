@@ -26,6 +26,7 @@ def anywhere(spans: Spans, position: int) -> int:
     return position
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["kvern.cache.manager.cut", "kvern.engine.scheduler.cut"])
 def test_a_crowd_notices_spans_in_part(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, anywhere)

@@ -294,6 +294,7 @@ def poisson(rate: float, count: int = 160) -> tuple[list[float], list[int], list
     return arrival_times(count, rate, 1.0, random.Random(1)), [512] * count, [64] * count
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("error", [1.0, 0.6, 1.6])
 def test_tails_keep_to_the_target_though_the_costs_begin_wrong(error: float) -> None:
     free, held = (simulate(*poisson(30.0), target, True, error) for target in (None, AUTO))

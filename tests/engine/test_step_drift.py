@@ -190,6 +190,7 @@ def test_what_was_slow_for_very_long_is_learnt_again(
     assert machine.drift.ratio == pytest.approx(1.35 / 1.2, abs=0.03) and caplog.text.count(LOOKED) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_other_traffic_is_no_drift(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine(tmp_path, seed)

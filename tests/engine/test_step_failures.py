@@ -34,6 +34,7 @@ from tests.support.peft_adapters import make_adapter
 from tests.support.served import SMALL, Served, serving
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("where", ["before", "behind", "result"])
 @pytest.mark.parametrize(
     "options",

@@ -123,6 +123,7 @@ def test_estimates_are_corrected_by_what_steps_take() -> None:
     assert clocked.spent["host"] - before == pytest.approx(20.0 - 9.39, rel=0.01)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("tier_pages", [0, 20])
 def test_whatever_happens_no_second_is_lost(depth: int, tier_pages: int) -> None:

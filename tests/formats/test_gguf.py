@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     model = make_checkpoint(family, tmp_path / "model", **FAMILIES[family])

@@ -57,6 +57,7 @@ def totals(units: list[list[Choice]], chosen: list[int]) -> Choice:
     return Choice(sum(choice.size for choice in picked), sum(choice.loss for choice in picked))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_assignment_is_that_of_brute_force(seed: int) -> None:
     units = random_units(seed, units=1 + seed % 6)

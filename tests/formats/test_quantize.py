@@ -84,6 +84,7 @@ def logits_of(walk: Walk) -> torch.Tensor:
     return ends.logits(ends.norm(walk.hidden.flatten(0, 1))).view(*walk.hidden.shape[:2], -1)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_walk_computes_the_model_and_scales_that_are_folded_change_nothing(family: str, tmp_path: Path) -> None:
     """Whatever the family; scales of all folds are random here."""
@@ -210,6 +211,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "method", "scheme"),
     [
@@ -241,6 +243,7 @@ def test_kvern_reads_what_is_written(family: str, method: str, scheme: Scheme, t
     assert 0 < error < (0.15 if scheme.bits == 8 else 0.3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "method", "scheme"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_transformers_reads_what_is_written(family: str, method: str, scheme: Scheme, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")

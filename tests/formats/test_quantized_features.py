@@ -159,6 +159,7 @@ def check_promises(found: Mapping[str, RequestOutput]) -> None:
 CPU_CASES = [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in FORMATS]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 @pytest.mark.parametrize("name", CPU_CASES)
 def test_answers_are_those_that_come_alone(name: str, models: Models, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ TOLERANCE = {"nested nf4": 0.02, "torchao": 0.1}
 """Of logits where scales and zeros are rounded to 16 bits; roundings of weights to bfloat16 change them by more."""
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("family", "pack", "config"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
 def test_logits_are_those_of_the_same_numbers_as_plain_weights(
     family: str, pack: Pack, config: dict[str, Any], tmp_path: Path

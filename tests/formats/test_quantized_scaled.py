@@ -36,6 +36,7 @@ from tests.support.scaled_checkpoints import (
 )
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_are_those_of_the_plain_numbers(name: str, tmp_path: Path) -> None:
     family, packing, config = CHECKPOINTS[name]
@@ -194,6 +195,7 @@ def test_shards_take_their_slices(form: Scaled, run: int) -> None:
         torch.testing.assert_close(method.embed(torch.tensor([3, 1, 3])), expected[[3, 1, 3]])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("quantization", "code"), [("fp8", "e4m3"), ("int8", "int8")])
 @pytest.mark.parametrize("family", ["llama_bias", "phi3", "qwen2_moe", "gemma3"])
 def test_plain_weights_are_quantized_while_they_are_loaded(

@@ -67,6 +67,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[answer.token_ids for answer in output.outputs] for output in outputs]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [{}, {"proposer": "ngram"}, {"kv_cache_tokens": 96, "block_size": 4, "max_model_len": 96}], ids=str
 )

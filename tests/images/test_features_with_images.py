@@ -46,6 +46,7 @@ def test_a_feature_beside_images(features: frozenset[str], alone: Alone) -> None
     check_combinations([features], alone)
 
 
+@pytest.mark.nightly
 @pytest.mark.features(*FEATURES)
 def test_everything_beside_images(alone: Alone) -> None:
     """All requests with features have images, in one batch that is streamed, preempted and taken from the cache."""

@@ -28,6 +28,7 @@ def told(llm: LLM) -> list[dict[int, float]]:
     return [{token: entry.logprob for token, entry in table.items()} for table in output.outputs[0].logprobs or ()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keep", [True, False])
 def test_images_are_encoded_with_the_new_weights(tmp_path: Path, keep: bool) -> None:
     old, new = make_vision_model("qwen3_vl", tmp_path / "old"), tmp_path / "new"

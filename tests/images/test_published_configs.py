@@ -326,6 +326,7 @@ def of_transformers(config: dict[str, Any]) -> list[StoredTensor]:
     ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_described(name: str, tmp_path: Path) -> None:
     config, processor, tokens = PUBLISHED[name]

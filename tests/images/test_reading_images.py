@@ -113,6 +113,7 @@ def saved(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
+@pytest.mark.sample(18)
 def test_pixels_are_those_of_transformers(kind: str, folder: Path) -> None:
     spec = vision_of(read_config(folder))
     assert spec is not None
@@ -141,6 +142,7 @@ PROMPTS: list[tuple[Image.Image | str, ...]] = [
 ]
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("parts", PROMPTS, ids=["one", "two", "three"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_answers_are_those_of_transformers(
@@ -160,6 +162,7 @@ def test_the_largest_image_is_rehearsed(folder: Path, llm: LLM) -> None:
     assert images.encoded == encoded
 
 
+@pytest.mark.sample(1)
 def test_answers_about_images_are_captured_steps(kind: str, folder: Path) -> None:
     with engine(folder) as llm:
         llm.chat(talk("what", picture(100, 60)), PARAMS)
@@ -169,6 +172,7 @@ def test_answers_about_images_are_captured_steps(kind: str, folder: Path) -> Non
         assert 1 in captured._sizes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("some", [slice(0, None, 3), pytest.param(slice(None), marks=pytest.mark.nightly)], ids=str)
 def test_chunks_end_anywhere_within_an_image(kind: str, folder: Path, some: slice) -> None:
     parts = ("what", picture(100, 60), "is", picture(60, 140), "this")
@@ -181,6 +185,7 @@ def test_chunks_end_anywhere_within_an_image(kind: str, folder: Path, some: slic
             check(kind, folder, output, images)
 
 
+@pytest.mark.sample(1)
 def test_a_hit_ends_within_an_image(kind: str, folder: Path) -> None:
     """A request left while an image was computed, and the next one with it begins there; with another, before it."""
     if FAMILIES[kind].longest_span:
@@ -205,6 +210,7 @@ def test_a_hit_ends_within_an_image(kind: str, folder: Path) -> None:
         check(kind, folder, again, [one])
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -230,6 +236,7 @@ def test_switches_change_nothing(options: dict[str, Any], kind: str, folder: Pat
     assert [output.prompt_token_ids for output in found] == [output.prompt_token_ids for output in expected]
 
 
+@pytest.mark.sample(2)
 def test_the_cache_knows_images_by_their_content(kind: str, folder: Path) -> None:
     """Equal images are read once, and another image with the same text is another prompt."""
     one, other = picture(100, 60, 5), picture(100, 60, 6)
@@ -359,6 +366,7 @@ def test_the_server_refuses_bad_images(server: Served) -> None:
         assert found.status_code == 400 and "messages[0].content[0]: " in found.text and said in found.text
 
 
+@pytest.mark.sample(1)
 def test_a_checkpoint_without_its_encoder_reads_text(
     folder: Path, llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -396,6 +404,7 @@ def hits(llm: LLM) -> list[tuple[int | None, list[int]]]:
     return [(output.cached_tokens, output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.sample(5)
 def test_what_is_left_out_changes_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons above would notice."""
     spec = vision_of(read_config(folder))

@@ -85,6 +85,7 @@ def reference(
     return result
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("adapters", "sizes", "deterministic"),
     pairwise(
@@ -112,6 +113,7 @@ def test_rows_get_what_their_adapter_adds(
     assert torch.equal(out[untouched], before)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("adapters", "sizes", "splits"),
     pairwise(

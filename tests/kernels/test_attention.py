@@ -25,6 +25,7 @@ KINDS = [(None, None, True), (7, None, False), (None, 5.0, False), (3, 2.0, True
 OPTIONS = ("heads", "kv_heads", "dim", "window", "softcap", "sunk")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize((*OPTIONS, "programs"), pairwise(SHAPES, KINDS, [1, 24]))
 def test_decode(
     device: torch.device,
@@ -72,6 +73,7 @@ def test_the_last_of_many_requests_is_helped(device: torch.device) -> None:
     assert differ == [150, 299], "others are read by one program each"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(OPTIONS, pairwise(SHAPES, KINDS))
 def test_prefill(
     device: torch.device, heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, sunk: bool
@@ -82,6 +84,7 @@ def test_prefill(
     assert relative_error(out, attention_reference(batch, 0.3, window, softcap, sinks)) < 1e-5
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize((*OPTIONS, "splits"), pairwise(SHAPES, KINDS, [1, 3]))
 def test_runs_whose_keys_are_shared_out(
     device: torch.device,
@@ -112,6 +115,7 @@ def test_tokens_of_a_span_see_each_other(
     assert relative_error(attend(batch, window=window), expected) > 0.1, "which causal bounds do not"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("programs", "softcap", "sunk", "heads", "kv_heads", "dim"),
     [

@@ -41,6 +41,7 @@ def test_parts_of_heads_are_no_more_than_a_power_of_two() -> None:
     assert [head_parts(head_dim) for head_dim in (64, 72, 96, 100)] == [(64, 0), (64, 16), (64, 32), (128, 0)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("head_dim", [8, 20, 32, 40, 48, 72])
 def test_texts_attend_to_themselves(device: torch.device, head_dim: int, window: int | None) -> None:

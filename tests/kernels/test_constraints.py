@@ -63,6 +63,7 @@ def requests(rng: random.Random, count: int, vocabulary: int) -> list[NewRequest
     return made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 6))])
 def test_any_mixture(seed: int, device: torch.device) -> None:
     rng, vocabulary, count = random.Random(seed), (700, 4099)[seed % 2], 6

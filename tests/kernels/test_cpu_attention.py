@@ -53,6 +53,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_answers(case: Case) -> None:
     batch = make_batch(case, MIXED)
@@ -76,6 +77,7 @@ def test_blocks_that_a_window_passed_are_others(dtype: torch.dtype, window: int)
     assert torch.equal(batch.attend(), expected)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize(
     "case",

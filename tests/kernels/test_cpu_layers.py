@@ -208,6 +208,7 @@ def in_double(attention: CompiledHeads, qkv: Tensor, scope: str, rope: str, posi
     return x
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("scope", NORM_SCOPES)
 def test_queries_are_rotated_and_keys_and_values_stored(scope: str, rope: str) -> None:
@@ -301,6 +302,7 @@ def _places(blocks: int, generator: torch.Generator) -> list[int]:
     return torch.randperm(blocks, generator=generator).tolist()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "family", ["qwen3", "gemma2", "cohere", "olmo2", "phi", "gemma4", "gemma4_experts", "gemma4_vision", "gemma3n"]
 )

@@ -106,6 +106,7 @@ def test_a_row_has_the_same_bits_beside_any_rows_and_with_any_threads(dtype: tor
         assert torch.equal(gated_linear(x[-rows:], packed, None, ACTIVATIONS["silu"]), gated[-rows:])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.usefixtures("poisoned")

@@ -126,6 +126,7 @@ RUNS = {"int4 by 8": 8, "nvfp4": 16, "Q6_K": 16, "nf4": 0}
 """So many activations are rounded with a scale in bfloat16, by format; RUN of others. NF4's numbers are no integers."""
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("size", [(1, 64, 256), (3, 88, 768), (9, 24, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)

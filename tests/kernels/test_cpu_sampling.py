@@ -67,6 +67,7 @@ def scores_of(rows: ListedRows, slots: Tensor, positions: Tensor, logits: Tensor
     return logits.double().gather(1, tokens[:, None])[:, 0] / rows.temperature[slots].double() - times.log()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("fields", FILTERS, ids=str)
 def test_a_seeded_request_draws_what_pytorch_draws(fields: dict[str, Any]) -> None:
     """But for ties within rounding: of thousands of draws there are hardly any."""

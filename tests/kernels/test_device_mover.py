@@ -105,6 +105,7 @@ def host() -> HostStore:
     return HostStore(4 << 20, None, device_page_mover.SMALLEST_CELL)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kinds", [("host",), ("far",), ("host", "far"), ("far", "host")])
 def test_what_is_saved_comes_back(shape: str, kinds: tuple[str, ...], device: torch.device) -> None:

@@ -67,8 +67,10 @@ UNALIGNED: dict[str, dict[str, Any]] = {
 }
 """Rows that are multiples of 8 and of 4 numbers alone, as those of one of several ranks."""
 
-BY_DAY = ("tiny", "gemma2", "qwen3_moe", "qwen3_5")
+BY_DAY = ("qwen3_moe", "qwen3_5")
 BY_NIGHT = (
+    "tiny",
+    "gemma2",
     "llama_bias",
     "qwen2_moe",
     "qwen3_next",

@@ -60,6 +60,7 @@ def test_layers_whose_format_cannot_fuse_run_in_parts(
     assert {layer for layer, rows in in_parts if rows > 1} == {0, 1, 2}
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 def test_adapters(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     model = make_checkpoint("llama", tmp_path / "model")

@@ -42,6 +42,7 @@ LAUNCHED = [
 ]
 
 
+@pytest.mark.sample(130)
 @pytest.mark.parametrize(("kernel", "model"), LAUNCHED)
 def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device) -> None:
     spec = spec_of(model)
@@ -158,6 +159,7 @@ def test_every_kernel_is_launched_by_some_model(device: torch.device, monkeypatc
     assert not idle
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model", [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in TINY_MODELS]
 )

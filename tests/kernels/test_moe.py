@@ -179,6 +179,7 @@ def run(
     return fused_experts(*case, activation, biases=biases, add=add, deterministic=path == "deterministic")
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("path", "tokens", "experts", "top_k", "dtype"),
     pairwise(
@@ -204,6 +205,7 @@ def test_experts(
     assert relative_error(out, experts_reference(*case, "silu")) < (1e-5 if dtype is torch.float32 else 1e-3)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("path", "activation", "hidden", "width", "top_k"),
     pairwise(PATHS, [*ACTIVATIONS], [(200, 32, 3), (64, 100, 1), (40, 17, 3)]),
@@ -300,6 +302,7 @@ def test_ways_are_timed_over_random_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     assert [way["tiles"] for way in asked] == [0, 1, 0] and not any(way["hopper"] for way in asked)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_layers_of_kernels_agree_with_those_of_pytorch(device: torch.device, name: str, deterministic: bool) -> None:

@@ -185,6 +185,7 @@ def round_by_pytorch(
     return codes.flatten(1), scale[..., 0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "mxfp4" else []) for name in FORMATS]
 )

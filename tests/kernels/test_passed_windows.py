@@ -58,6 +58,7 @@ def lives(seed: int, single: bool) -> tuple[int, int, list[int], list[int]]:
     return window, size, starts, [1 if single else chance.choice([1, 2, 5, 19]) for _ in starts]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", [0, 2, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_a_window_passed_is_not_read(kernel: str, seed: int, device: torch.device) -> None:
@@ -69,6 +70,7 @@ def test_what_a_window_passed_is_not_read(kernel: str, seed: int, device: torch.
     assert relative_error(attend(batch, window=window), expected) < 1e-5
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", LARGEST_CODE, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_codes_that_a_window_passed_are_not_read(kernel: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -100,6 +100,7 @@ def exchange(rank: int, memories: list[torch.Tensor], xs: torch.Tensor, others: 
         out[rank, turn, 1, :rows] = peer_sum_scattered(others[turn, rank, : size * rows], peers)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted kernels share memory of processes")
 @pytest.mark.parametrize("way", ["whole", "parts", "mixed"])
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def test_dp_attention_come_to_all_and_back(size: int, width: int, dtype: torch.d
     assert all(bool((each == -1).all()) for each in memories)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rank", "size", "rows", "width"), [(0, 2, 1, 4096), (1, 4, 3, 320), (7, 8, 2, 96)])
@@ -184,6 +186,7 @@ def test_words_of_others_are_added_in_rank_order(
     torch.testing.assert_close(normal, close, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CODINGS)
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -38,6 +38,7 @@ def launch(tokens: int) -> object:
 LAUNCHES: list[Callable[[], object]] = [lambda: launch(1), lambda: launch(512)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "top 1"])
 @pytest.mark.parametrize(("redundant", "tokens"), [(0, 1), (0, 14), (2, 14)])
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -103,6 +103,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_many_rows(device: torch.device, form: Scaled) -> None:
     """All ways to multiply agree on activations that rounding does not change; on a GPU those of libraries, too."""

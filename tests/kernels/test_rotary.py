@@ -23,6 +23,7 @@ def rotated(x: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inter
     return torch.cat((joined, x[..., dim:]), -1)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "dim", "rotary", "interleaved", "norm"),
     pairwise([1, 40], [(4, 2, 16, 16), (3, 1, 24, 8), (2, 2, 16, 0), (5, 5, 20, 12)], [False, True], [False, True]),

@@ -28,6 +28,7 @@ LAUNCHES = [partial(launch, attend, **options) for attend in (prefill, split) fo
 """An interpreter takes what a compiler refuses: these are compiled, too."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spans", [True, False])
 def test_steps_with_spans_are_compiled_at_start(spans: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_from_config(read_config(make_checkpoint("gemma3", tmp_path)))

@@ -55,6 +55,7 @@ def two_of_each(family: str) -> dict[str, Any]:
     return sizes | {"layer_types": sizes["layer_types"] * 2, "num_hidden_layers": 4}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "guessed_there"),
     [

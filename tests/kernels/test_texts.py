@@ -25,6 +25,7 @@ LAUNCHES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", TINY_ENCODERS)
 def test_what_a_kernel_returns(model: str, device: torch.device) -> None:
     spec, inputs = spec_of(model, TINY_ENCODERS), Inputs(device, torch.float32, block_size=4)
@@ -36,6 +37,7 @@ def test_what_a_kernel_returns(model: str, device: torch.device) -> None:
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("window", "causal"), [(None, False), (1, False), (33, False), (64, False), (None, True)])
 def test_what_tokens_see(window: int | None, causal: bool, device: torch.device) -> None:
     """Of texts that end at borders of tiles and beside them."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are 
 
 KINDS = [
     pytest.param("mistral3", marks=pytest.mark.nightly),
-    "qwen3_vl",
+    pytest.param("qwen3_vl", marks=pytest.mark.nightly),
     "qwen2_5_vl",
     pytest.param("llava", marks=pytest.mark.nightly),
 ]

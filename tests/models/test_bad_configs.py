@@ -39,6 +39,7 @@ def damaged(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from ((inner, config | {name: spoilt}) for inner, spoilt in damaged(value))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name in BY_DAY else pytest.mark.nightly) for name in FAMILIES]
 )

@@ -120,6 +120,7 @@ def test_the_second_of_two_texts_is_of_another_kind(classifiers: dict[str, Path]
         assert engine_of(llm).inputs.pair("red", "").second_text == read.second_text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pooling", ["cls", "lasttoken", "mean"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_pooling_is_what_the_folder_says(pooling: str, kernels: bool, tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def test_texts_get_the_tokens_that_the_tokenizer_puts_around_them(folders: dict[
         assert llm.embed(text)[0] == pytest.approx(expected_vector(folders["bert"], token_ids), abs=TOLERANCE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("quantization", "least"), [("fp8", 0.9), ("int8", 0.99), ("int4", 0.8)])
 def test_quantized_vectors_point_the_same_way(quantization: Any, least: float, folders: dict[str, Path]) -> None:
     given = texts(7, 6)

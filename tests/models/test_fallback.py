@@ -64,6 +64,7 @@ def check(llm: LLM, folder: Path, asked: list[list[int]], n: int) -> None:
                 torch.testing.assert_close(found, row[torch.tensor(list(entry))], atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cpu_kernels", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "family",
@@ -165,6 +166,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_cannot_run_is_refused_by_name(why: str, tmp_path: Path) -> None:
     model_type, fields, message = REFUSED[why]
@@ -243,6 +245,7 @@ def test_a_model_that_counts_positions_by_itself_fails_the_check(dtype: torch.dt
         check_fallback(decoder, 64, dtype)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["apertus", "vaultgemma", "hy_v3"])
 def test_the_check_bears_16_bits(family: str, dtype: torch.dtype, tmp_path: Path) -> None:

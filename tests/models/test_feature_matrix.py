@@ -51,6 +51,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("features", PAIRS)
 def test_two_features(features: frozenset[str], alone: Alone) -> None:
     check_combinations([features], alone)
@@ -60,7 +61,7 @@ OTHERS = ("qwen3_5", "gpt_oss", "deepseek_v3")
 """Families with states, with sinks and windows, and with latents."""
 KIN = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 """Those that keep other states: all features in one batch, at night."""
-BY_DAY = [("deepseek_v3", "beams+LoRA"), ("qwen3_5", "prefix cache+preemption")]
+BY_DAY = [("deepseek_v3", "beams+LoRA")]
 """What moves most of what a family keeps of a request; all other pairs are tried at night."""
 OTHER_PAIRS = [
     pytest.param(
@@ -94,6 +95,7 @@ ENGINE_OPTIONS: dict[str, object] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("alone", "refused"), REFUSED.items(), indirect=["alone"], ids=REFUSED)
 def test_options_of_engines_are_taken_or_refused_by_name(alone: Alone, refused: set[str]) -> None:
     found = set()
@@ -143,6 +145,7 @@ def body_of(ask: Ask) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
+@pytest.mark.nightly
 @pytest.mark.features(*OF_TEXT)
 def test_everything_at_once_over_http(alone: Alone) -> None:
     """The same batch as streams of a server without room."""
@@ -178,6 +181,7 @@ def test_a_demanded_call_goes_before_a_record(alone: Alone) -> None:
     assert [pieces(answer) for answer in with_form.answers] == plain
 
 
+@pytest.mark.nightly
 def test_the_page_is_current_and_no_cell_is_empty() -> None:
     command = [sys.executable, "-m", "tests.support.feature_matrix"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -52,6 +52,7 @@ def test_a_configuration_as_it_was_first_published_is_read(folder: Path) -> None
 STREAMS = ["router", "prediction", "correction", "output_scale", "left", "right", "entering", "leaving"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("part", [*STREAMS, "first-stream-alone"])
 def test_every_part_of_streams_is_seen_in_the_logits(part: str, folder: Path) -> None:
     decoder = load_model(folder)
@@ -162,6 +163,7 @@ def test_adapters_reach_streams(folder: Path, tmp_path: Path) -> None:
     assert found[0] != found[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cpu_kernels", [False, True])
 def test_preemptions_change_no_answer_with_kernels_and_without(cpu_kernels: bool, folder: Path) -> None:
     prompts = [PROMPT[:14], PROMPT[5:18], PROMPT[9:18], PROMPT[:3]]

@@ -154,6 +154,7 @@ def test_borrowing_layers_compute_the_tokens_that_are_sampled_from_alone(borrowi
     torch.testing.assert_close(some, whole[wanted], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "cpu_kernels"),
     [

@@ -114,6 +114,7 @@ def test_each_token_of_a_step_meets_its_own_state(gathered: int, monkeypatch: py
     torch.testing.assert_close(memory, after, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.sample(2)
 @several_families
 @pytest.mark.parametrize("kv_cache_tokens", [4 * 64, 64])
 def test_chunks_preemptions_and_hits_change_no_answer(
@@ -168,6 +169,7 @@ def test_a_prompt_takes_no_step_for_a_state_just_behind_another(
     assert state_marks(request, (start, known), start, 16, apart) == marks
 
 
+@pytest.mark.sample(2)
 @several_families
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_samples_and_beams_go_on_with_copies(folder: Path, prompts: list[list[int]], prefix_cache: bool) -> None:
@@ -187,6 +189,7 @@ def test_samples_and_beams_go_on_with_copies(folder: Path, prompts: list[list[in
     assert reference_score(folder, prompts[1], best) >= worse - 1e-4, "three beams find nothing worse than one"
 
 
+@pytest.mark.sample(2)
 @several_families
 @pytest.mark.parametrize("where", ["before", "behind", "result"])
 def test_a_failed_step_leaves_no_state_behind(
@@ -202,6 +205,7 @@ def test_a_failed_step_leaves_no_state_behind(
         assert answers(llm, prompts) == expected, "what is cached is right"
 
 
+@pytest.mark.sample(1)
 @several_families
 def test_a_step_that_runs_out_of_memory_begins_anew_in_parts(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -292,6 +296,7 @@ def test_the_memory_plan_counts_states(folder: Path) -> None:
             lay_out([room], plan, config)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -98,6 +98,7 @@ def test_index_keys_have_room_beside_latents(folder: Path) -> None:
     assert bytes_of_token(spec_from_config(read_config(folder)), torch.bfloat16) == 3 * 2 * (20 + 8 + 12)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("cpu_kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize("kv_cache_tokens", [4 * 64, 64])
 def test_chunks_preemptions_and_hits_change_no_answer(

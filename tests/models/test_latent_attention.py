@@ -67,6 +67,7 @@ def test_other_settings_agree_with_transformers(family: str, changes: dict[str, 
     assert error(load_model(made), made) < TOLERANCE
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kv_cache_tokens", [4 * 64, 64])
 def test_chunks_preemptions_and_hits_change_no_answer(
     folder: Path, expected: list[list[int]], cpu_kernels: bool, kv_cache_tokens: int

@@ -308,6 +308,7 @@ def test_no_damage_to_the_configuration_is_more_than_one_line(folder: Path) -> N
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000, "kilobytes"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "family",
     [

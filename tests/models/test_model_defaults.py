@@ -65,6 +65,7 @@ def left_out(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"text_config.{inner}", {**config, "text_config": rest}) for inner, rest in left_out(text))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     "family",
     [

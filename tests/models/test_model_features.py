@@ -26,6 +26,7 @@ EACH = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "name"), EACH)
 def test_a_family_has_the_features_that_the_record_says(family: str, name: str, tmp_path: Path) -> None:
     load_kernels("cpu_sampling", 1)

@@ -175,6 +175,7 @@ FLIPS: dict[str, tuple[str, Callable[[ModelSpec], ModelSpec]]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", FLIPS)
 def test_a_wrong_specification_is_seen(name: str, tmp_path: Path) -> None:
     family, flip = FLIPS[name]

@@ -40,6 +40,7 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any
     (folder / "config.json").write_text(json.dumps(change(read_config(folder))))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", WRAPPERS)
 def test_tensors_are_found_by_all_the_names_they_have_had(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)

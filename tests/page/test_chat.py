@@ -96,6 +96,7 @@ def test_errors_are_told_in_words(page: Page) -> None:
     expect(page.locator(".question")).to_have_count(1)
 
 
+@pytest.mark.nightly
 def test_an_answer_outlives_its_server(browser: Browser) -> None:
     with serving("kvern-1m", "--threads", "1", "--dtype", "float32") as server, opened(browser) as context:
         page = context.new_page()

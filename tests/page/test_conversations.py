@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.chat_page import Script, address, ask, opened, say
@@ -173,6 +174,7 @@ DEAF = """
 """
 
 
+@pytest.mark.nightly
 def test_two_tabs_add_to_one_conversation(page: Page) -> None:
     begin(page, "One?", "first")
     other = page.context.new_page()
@@ -206,6 +208,7 @@ def test_two_tabs_add_to_one_conversation(page: Page) -> None:
     expect(page.get_by_role("link", name="One?")).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_an_answer_goes_on_behind_another_conversation(page: Page) -> None:
     script = Script(page)
     ask(page, "A long one")
@@ -231,6 +234,7 @@ def test_a_growing_answer_is_kept_when_the_page_goes(page: Page) -> None:
     expect(page.get_by_label("Question", exact=True)).to_have_value("a draft")
 
 
+@pytest.mark.nightly
 def test_a_full_storage_is_told(page: Page) -> None:
     page.evaluate("""() => {
         IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
@@ -241,6 +245,7 @@ def test_a_full_storage_is_told(page: Page) -> None:
     expect(page.locator(".answer .markdown")).to_have_text("an answer")
 
 
+@pytest.mark.nightly
 def test_without_a_database_the_page_works_for_a_while(browser: Browser, server: Served) -> None:
     with opened(browser) as context:
         context.add_init_script("IDBFactory.prototype.open = () => { throw new Error('forbidden'); }")

@@ -87,6 +87,7 @@ def test_colours_follow_the_system_or_what_is_chosen(browser: Browser, server: S
         assert colour(page) == dark
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(not AXE.exists(), reason="web/node_modules has no axe-core: run npm ci in web/")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_fault(browser: Browser, server: Served, scheme: Any) -> None:

@@ -237,6 +237,7 @@ def test_a_conversation_takes_as_many_pictures_as_the_server(page: Page) -> None
     expect(thumbnails(page, ".composer")).to_have_count(1)
 
 
+@pytest.mark.nightly
 def test_a_large_picture_is_reduced_and_a_body_has_an_end(page: Page) -> None:
     large = saved(picture(1400, 1050))  # noise: 4.4 MB
     wide = saved(picture(1, 1).resize((17000, 500)))
@@ -258,6 +259,7 @@ def test_a_large_picture_is_reduced_and_a_body_has_an_end(page: Page) -> None:
     expect(thumbnails(page, ".composer")).to_have_count(2)
 
 
+@pytest.mark.nightly
 def test_a_full_storage_keeps_pictures_until_the_page_goes(page: Page) -> None:
     page.evaluate("""() => {
         IDBObjectStore.prototype.put = () => { throw new DOMException("full", "QuotaExceededError"); };
@@ -303,6 +305,7 @@ OLD = """() => new Promise((resolve) => {
 })"""
 
 
+@pytest.mark.nightly
 def test_conversations_of_an_older_page_stay(browser: Browser, sees: Served) -> None:
     with opened(browser) as context:
         page = context.new_page()

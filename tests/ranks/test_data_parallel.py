@@ -177,6 +177,7 @@ def a_death_is_unseen(served: Served, client: openai.OpenAI, expected: dict[str 
         client.completions.create(model="one", prompt=[5, 6])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_engines_come_and_go_while_streams_run(
     tiny_model: Path,
@@ -269,6 +270,7 @@ def test_an_engine_without_a_place_is_not_added(tiny_model: Path, monkeypatch: p
     asyncio.run(run())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_full_engine_is_passed_by(tiny_model: Path, dies: bool) -> None:
     """However much of a prompt it has cached. That both die at once ends nothing."""

@@ -71,6 +71,7 @@ def test_several_engines_tell_what_they_have_counted_together(folder: Path) -> N
         assert 0 < last <= first
 
 
+@pytest.mark.nightly
 def test_stages_tell_what_all_of_them_have_counted(tmp_path: Path) -> None:
     """A step that samples nothing computes more rows in the last layer: here each prompt is computed in one step."""
     folder = str(make_checkpoint("glm4_moe", tmp_path))

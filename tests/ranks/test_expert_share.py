@@ -44,6 +44,7 @@ def through(experts: Experts) -> Tensor:
     return out
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(

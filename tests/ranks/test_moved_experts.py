@@ -95,6 +95,7 @@ def exchange(decoder: Decoder) -> tuple[Tensor, Tensor]:
     return before, logits(decoder, PROMPT)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "kernels", [pytest.param((), id="PyTorch", marks=pytest.mark.nightly), pytest.param(CPU_KERNELS, id="kernels")]
 )

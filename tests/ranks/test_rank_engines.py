@@ -184,6 +184,7 @@ def test_streams_go_on_when_a_rank_ends_or_hangs(how: signal.Signals, option: st
     check_streams(how, option, "cpu", "8")
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_ends_behind_its_engine() -> None:
     with serving(*SMALL, "-tp", "2") as served:
         engine = served.engine_pid()

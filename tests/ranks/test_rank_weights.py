@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 TWO_STAGES = {"pipeline_parallel_size": 2}
 
 
+@pytest.mark.nightly
 def test_packed_weights_adapters_and_codes_of_keys(tiny_model: Path, tmp_path: Path) -> None:
     adapters = {name: make_adapter(tiny_model, tmp_path / name, seed, r=4) for seed, name in enumerate(("one", "two"))}
     packed = store(tiny_model, tmp_path, gptq, LINEAR, GPTQ).quantized

@@ -49,6 +49,7 @@ def check_scaled(name: str, folder: Path, size: int = 2, **changes: Any) -> None
         assert (found[0] - logits(load_model(made.quantized), PROMPT)).abs().median() < 1e-5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SHARED)
 def test_codes_of_a_byte_are_shared(name: str, tmp_path: Path) -> None:
     check_scaled(name, tmp_path, **SHARED[name])
@@ -121,6 +122,7 @@ def check_four_bits(family: str, pack: Pack, config: dict[str, Any], folder: Pat
     assert torch.equal(found[0], found[1])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", FOUR_BITS)
 def test_codes_of_four_bits_are_shared(name: str, tmp_path: Path) -> None:
     check_four_bits(*FOUR_BITS[name], tmp_path, **SIZES.get(name, {}))
@@ -178,6 +180,7 @@ def test_blocks_of_gguf_files_are_shared(family: str, mix: str, tmp_path: Path) 
     assert torch.equal(found[0], found[1])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("family", ["llama_bias", "mixtral"])
 def test_plain_weights_are_quantized_share_by_share(family: str, quantization: str, tmp_path: Path) -> None:

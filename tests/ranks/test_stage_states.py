@@ -49,6 +49,7 @@ def expected(folder: Path, prompts: list[list[int]]) -> Iterator[list[RequestOut
         yield llm.generate(prompts, PARAMS)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "on_device"),
     [

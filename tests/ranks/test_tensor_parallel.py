@@ -34,6 +34,7 @@ def check(folder: Path, size: int, load: Callable[..., Decoder] = load_with, **s
     assert all(torch.equal(found[0], other) for other in found), "each rank samples from the same numbers"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", TENSOR_PARALLEL_FAMILIES)
 def test_ranks_compute_what_one_process_does(family: str, tmp_path: Path) -> None:
     check(make_checkpoint(family, tmp_path, **TENSOR_PARALLEL_CHANGES.get(family, {})), 2)

@@ -71,6 +71,7 @@ def link_of(client: EngineClient) -> EngineLink:
     return next(iter(client.replicas)).supervisor.link
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -104,6 +105,7 @@ def test_answers_are_those_of_an_engine_that_never_slept_and_its_memory_goes(
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_adapters_come_and_go_while_their_model_is_asleep(tiny_model: Path, tmp_path: Path) -> None:
     folders = [str(make_adapter(tiny_model, tmp_path / name, seed)) for seed, name in enumerate(("one", "two"))]
 
@@ -125,6 +127,7 @@ def test_adapters_come_and_go_while_their_model_is_asleep(tiny_model: Path, tmp_
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_weights_that_were_replaced_are_those_after_a_sleep(tiny_model: Path, tmp_path: Path) -> None:
     new = shutil.copytree(tiny_model, tmp_path / "new")
     weights = load_file(new / "model.safetensors")
@@ -163,6 +166,7 @@ def test_a_trace_that_waits_for_steps_keeps_no_engine_awake() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_an_engine_that_ends_in_its_sleep_or_at_its_end_is_replaced() -> None:
     async def run() -> None:
         async with EngineClient(EngineConfig("kvern-1m", **OPTIONS)) as client:
@@ -272,6 +276,7 @@ def test_models_that_are_switched_at_random_answer_alike_and_take_level_memory(
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "without"),
     [

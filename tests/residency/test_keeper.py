@@ -54,6 +54,7 @@ def test_two_models_take_turns_and_answer_as_if_they_had_never_slept(tiny_model:
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_woken_fails_its_own_requests_alone(tiny_model: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(tiny_model, tmp_path / "broken")
     [weights] = broken.glob("*.safetensors")
@@ -155,6 +156,7 @@ def test_a_generative_model_an_embedder_and_an_adapter_side_by_side(tiny_model: 
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_what_an_engine_has_begun_goes_on_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are preempted: they get the tokens that they would have got, from an engine that may not be smaller."""
     started: list[EngineConfig] = []
@@ -221,6 +223,7 @@ def test_limits_and_timeouts_hold_before_a_model_is_woken() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_the_time_of_a_models_first_wake_is_a_part_of_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[float] = []
     deadlines: list[tuple[float, float]] = []

@@ -58,6 +58,7 @@ SINGLE = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("fields", SINGLE, ids=str)
 def test_tokens_are_drawn_as_the_definition_says(fields: dict[str, Any]) -> None:
     params = SamplingParams(**({"temperature": 1.0} | fields))
@@ -123,6 +124,7 @@ EXTREMES = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [0.0, 1e9, -1e9, 3e38, math.nan, math.inf, -math.inf])
 def test_whatever_the_numbers_are_the_token_exists_and_is_the_same_in_any_batch(value: float) -> None:
     rows = make_rows(*((params, [0], 1) for params in EXTREMES))

@@ -52,6 +52,7 @@ SINGLE = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("fields", SINGLE, ids=str)
 def test_each_filter_keeps_what_transformers_keeps(fields: dict[str, Any]) -> None:
     params = SamplingParams(**({"temperature": 1.0} | fields))
@@ -129,6 +130,7 @@ def test_a_tiny_share_keeps_the_best_token_or_is_refused() -> None:
             SamplingParams(typical_p=value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [0.0, 1e9, -1e9, 3e38, math.nan, math.inf, -math.inf])
 def test_whatever_the_numbers_are_the_token_exists(value: float) -> None:
     """All filters at their extremes, over rows of which all, some or one of the logits are extreme."""

@@ -108,6 +108,7 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("choices", list(itertools.product((0, 1), repeat=4)), ids=str)
 def test_no_switch_changes_seeded_tokens(tiny_model: Path, alone: list[list[int]], choices: tuple[int, ...]) -> None:
     options = {name: values[choice] for (name, values), choice in zip(SWITCHES.items(), choices, strict=True)}
@@ -115,6 +116,7 @@ def test_no_switch_changes_seeded_tokens(tiny_model: Path, alone: list[list[int]
         assert answers(llm, CROWD_PROMPTS, CROWD) == alone
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["priority", "sjf", "prefix"])
 def test_no_policy_and_no_preemption_changes_seeded_tokens(
     tiny_model: Path, alone: list[list[int]], policy: str

@@ -41,7 +41,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 QUESTIONS = ("Write the file made.txt", "Write it again, please")
-BY_NIGHT = ("aider", "opencode", "qwen")
+BY_NIGHT = ("aider", "claude", "opencode", "qwen")
 """Those that start for longer than others answer, and speak an API that by day other clients speak, too."""
 SESSIONS = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in AGENTS]
 

@@ -22,6 +22,7 @@ def ask(server: Served, path: str, status: int = 200, **body: Any) -> Any:
     return content
 
 
+@pytest.mark.nightly
 def test_embeddings_outlive_an_engine(tmp_path: Path) -> None:
     folder = make_encoder("xlm-roberta", tmp_path / "model")
     tokenizer = Tokenizer(folder)

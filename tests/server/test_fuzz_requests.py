@@ -46,7 +46,7 @@ def check(server: Served, probes: Any) -> Findings:
     return findings
 
 
-@pytest.mark.parametrize("one_of", [11, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("one_of", [31, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_field_alone(server: Served, requests: Requests, one_of: int) -> None:
     """At every extreme, or at one of so many."""
     findings = check(server, itertools.islice(requests.singles(), 0, None, one_of))
@@ -74,6 +74,7 @@ def test_new_fields_are_fuzzed_without_being_named(requests: Requests) -> None:
     assert {("structured", name) for name in StructuredOutput.__struct_fields__} <= found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_rows_of_batches(server: Served, requests: Requests, endpoint: str) -> None:
     probes = (probe for probe in requests.several(random.Random(6)) if probe.route == endpoint)

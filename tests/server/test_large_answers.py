@@ -68,6 +68,7 @@ OLLAMA: dict[str, Any] = {"model": "kvern-1m", "logprobs": True, "top_logprobs":
 STREAM: dict[str, Any] = {"stream": True}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -85,6 +85,7 @@ async def _kept(folder: Path, name: str) -> Packed:
     return found
 
 
+@pytest.mark.nightly
 def test_responses_are_answered_without_a_disk(start: Start, tmp_path: Path) -> None:
     """There is no room, then the folder is another server's: what the log says, and memory keeps them meanwhile."""
     log = tmp_path / "log"

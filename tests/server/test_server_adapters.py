@@ -101,6 +101,7 @@ def test_adapters_are_models_that_come_and_go(server: Served, folder: Path, expe
     assert ask(server, "zwei") == expected["one"], "not from blocks that the other weights left"
 
 
+@pytest.mark.nightly
 def test_what_is_refused_while_others_are_answered(
     server: Served, folder: Path, expected: dict[str | None, str]
 ) -> None:
@@ -260,6 +261,7 @@ def test_a_new_engine_has_the_adapters_of_the_one_that_died(server: Served, expe
     assert (ask(server, "zwei"), ask(server, "one")) == (expected["two"], expected["one"])
 
 
+@pytest.mark.nightly
 def test_a_server_without_a_folder_loads_nothing_later(tiny_model: Path, folder: Path, tmp_path: Path) -> None:
     served = Served(str(tiny_model), "--threads", "1", "--max-model-len", "64", "--data-dir", str(tmp_path))
     try:
@@ -269,6 +271,7 @@ def test_a_server_without_a_folder_loads_nothing_later(tiny_model: Path, folder:
         served.stop()
 
 
+@pytest.mark.nightly
 def test_a_bad_adapter_of_the_command_line_ends_the_start(tiny_model: Path, folder: Path) -> None:
     bad = f"--adapter=bad={folder / 'adapters' / 'bad'}"
     command = [sys.executable, "-m", "kvern", "serve", str(tiny_model), "--port", "0", "--max-model-len", "64", bad]

@@ -43,6 +43,7 @@ def server(data: Path) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("head", "part"),
     [
@@ -162,6 +163,7 @@ def test_too_many_headers_begin_no_request() -> None:
     assert begun == ["/1"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("route", ["GET /v1/models", "POST /nothing", "DELETE /v1/models"])
 def test_bodies_that_nobody_wants_and_that_do_not_end(server: Served, route: str) -> None:
     with connect(server) as connection:

@@ -181,6 +181,7 @@ def complete(client: openai.OpenAI, batch_id: str, count: int) -> None:
     assert set(answers(client, batch.output_file_id)) == {f"row-{number}" for number in range(count)}
 
 
+@pytest.mark.nightly
 def test_a_batch_waits_while_the_disk_is_full(tmp_path: Path) -> None:
     """The limit on the size of the server's files stands for the disk's end: every write beyond it fails."""
     with serving(tmp_path) as served:
@@ -203,6 +204,7 @@ def upload_for_ever(client: openai.OpenAI, size: int, made: list[str]) -> None:
         made.append(client.files.create(file=("a", b"a" * size), purpose="user_data").id)
 
 
+@pytest.mark.nightly
 def test_a_key_that_fills_the_disk_stops_no_batch_for_good(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode != 0:
@@ -244,6 +246,7 @@ def test_a_batch_waits_while_its_key_may_keep_no_more(tmp_path: Path) -> None:
         assert 0 < batch.request_counts.completed == len(answers(client, batch.output_file_id)) < 100
 
 
+@pytest.mark.nightly
 def test_uploads_leave_the_reserve(tmp_path: Path) -> None:
     reserve = str(1 << 60)
     with serving(tmp_path, "--disk-reserve", reserve) as served:

@@ -109,6 +109,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.nightly
 def test_litellm(server: Served, llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
     chat, text = llm.chat(QUESTION, params)[0].outputs[0].text, llm.generate(["The fox"], params)[0].outputs[0].text

@@ -38,6 +38,7 @@ def expected() -> list[str]:
         return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.nightly)])
 def test_deadly_requests_among_thirty_streams(tmp_path: Path, expected: list[str], count: int) -> None:
@@ -65,6 +66,7 @@ def test_a_request_by_which_the_engine_is_killed_or_hangs(tmp_path: Path, expect
         assert 2 <= served.figure("engine_restarts_total") <= most
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_kills_in_quick_succession_blame_nobody(expected: list[str], count: int) -> None:
     """Also while the next engine loads, as soon as it computes, and by other signals that come from outside."""
@@ -80,6 +82,7 @@ def test_kills_in_quick_succession_blame_nobody(expected: list[str], count: int)
         assert served.figure("requests_refused_total", reason="crash") == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "guessing", [["--draft-model", "kvern-1m"], pytest.param(["--proposer", "ngram"], marks=pytest.mark.nightly)]
 )
@@ -108,6 +111,7 @@ def test_streams_whose_drafts_die_with_the_engine(guessing: list[str]) -> None:
         assert served.figure("spec_decode_num_draft_tokens_total") > 0
 
 
+@pytest.mark.nightly
 def test_an_engine_that_stops_while_it_loads_is_replaced(expected: list[str]) -> None:
     with serving(*SMALL, "--engine-timeout", "3") as served, concurrent.futures.ThreadPoolExecutor(32) as pool:
         streams = Streams(served.client(), pool)
@@ -142,6 +146,7 @@ def test_no_engine_for_a_while(tmp_path: Path) -> None:
     assert "another engine is started in" in log.read_text() and "Traceback" not in log.read_text()
 
 
+@pytest.mark.nightly
 def test_the_folder_of_the_socket_may_go(expected: list[str]) -> None:
     """As cleaners of temporary folders do."""
     with serving(*SMALL) as served:
@@ -201,6 +206,7 @@ async def tokens_of(client: EngineClient, prompt: str) -> list[int]:
     return generation.output.outputs[0].token_ids
 
 
+@pytest.mark.nightly
 def test_who_ends_the_engine_before_any_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the engine dies as it gets the request."""
 

@@ -130,6 +130,7 @@ def test_waits_are_in_the_metrics(served: Served) -> None:
     assert served.figure("request_wait_seconds_total", "key-of-root") >= sum(waited.values())
 
 
+@pytest.mark.nightly
 def test_the_engine_that_died_is_named_with_what_it_took() -> None:
     with serving(*SMALL) as served, ThreadPoolExecutor() as pool:
         stream = served.client().completions.create(

@@ -78,6 +78,7 @@ LARGE: list[tuple[str, str, Callable[[], bytes], str]] = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("path", "body", "said"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
 def test_large_bodies(server: Served, path: str, body: Callable[[], bytes], said: str) -> None:
     with small_requests_are_answered(server):
@@ -110,6 +111,7 @@ def test_many_log_probabilities_are_written_beside_others(server: Served) -> Non
             assert {len(entry["top_logprobs"]) for entry in tokens} == {100}
 
 
+@pytest.mark.nightly
 def test_memory_goes_back_after_large_bodies() -> None:
     """Of several at once, which wait for each other."""
     with serving(*SMALL) as server:
@@ -130,6 +132,7 @@ def test_memory_goes_back_after_large_bodies() -> None:
         eventually(lambda: resident(server) < before + 250)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("path", "begin"),
     [

@@ -48,6 +48,7 @@ def with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("who", "gh")
 def test_a_limit_of_nothing_allows_nothing(with_keys: Served, who: str) -> None:
     """For ever: clients are not told to try again."""
@@ -168,6 +169,7 @@ def test_caches_of_keys_and_salts_are_apart(with_keys: Served) -> None:
     assert cached(one, cache_salt="y") == 0
 
 
+@pytest.mark.nightly
 def test_keys_that_share_their_caches_and_chunks_of_several_tokens() -> None:
     options = ("--share-prefix-cache", "--stream-interval", "10")
     with serving(*SMALL, "--api-key", f"{KEY}-a", f"{KEY}-b", *options) as served:
@@ -232,6 +234,7 @@ def test_a_drain_lets_running_requests_end() -> None:
         assert served.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.nightly
 def test_a_second_signal_does_not_wait() -> None:
     with serving(*SMALL, *ONE_SLOT) as served:
         client = served.client()

@@ -137,6 +137,7 @@ def test_requests_that_cannot_be_a_batch(claude: anthropic.Anthropic, requests: 
         claude.messages.batches.create(requests=requests)
 
 
+@pytest.mark.nightly
 def test_a_batch_goes_on_after_a_restart_until_it_expires(tmp_path: Path) -> None:
     arguments = (*SMALL, "--api-key", KEY, "--data-dir", str(tmp_path))
     with serving(*arguments) as served, client_of(served) as claude:

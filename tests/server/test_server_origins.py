@@ -175,6 +175,7 @@ def test_a_signal_while_the_model_loads() -> None:
     eventually(lambda: not Path(f"/proc/{engine}").exists())
 
 
+@pytest.mark.nightly
 def test_a_server_for_everybody_says_so() -> None:
     command = [sys.executable, "-m", "kvern", "serve", "--port", "0", "--host", "0.0.0.0", *SMALL]
     for key, warned in ((), True), (("--api-key", "secret"), False):

@@ -80,6 +80,7 @@ def test_a_trace_has_the_next_steps_and_answers_stay_the_same(server: Served, po
     assert answer_of(server) == expected
 
 
+@pytest.mark.nightly
 def test_steps_that_did_not_run_are_missing(server: Served, pool: ThreadPoolExecutor) -> None:
     status, reason = refusal(server, steps=3, seconds=0.05)
     assert status == 409 and "no step ran within 0.05 s: send requests" in reason
@@ -114,6 +115,7 @@ def test_others_than_administrators_are_refused(server: Served) -> None:
     assert status == 403 and "admin=1" in reason
 
 
+@pytest.mark.nightly
 def test_the_engine_may_die_meanwhile(server: Served, pool: ThreadPoolExecutor) -> None:
     asked = waiting(server, pool)
     server.kill_engine()

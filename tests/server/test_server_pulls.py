@@ -180,6 +180,7 @@ def test_what_is_wrong_is_said(
     assert refused.value.status_code == status and said in refused.value.error
 
 
+@pytest.mark.nightly
 def test_a_server_that_may_not_download(home: Path, hub: Hub) -> None:
     refused = pytest.raises(ollama.ResponseError, match=r"downloads are off \(HF_HUB_OFFLINE\)")
     with served_with(home, hub, HF_HUB_OFFLINE="1") as served, client_of(served) as client, refused:

@@ -60,6 +60,7 @@ def test_a_changed_file_is_read_and_files_stay_with_a_name(changing: tuple[Serve
     assert KEY not in said
 
 
+@pytest.mark.nightly
 def test_a_file_with_a_mistake_changes_nothing(changing: tuple[Served, Path]) -> None:
     served, file = changing
     file.write_text(f"erin:{KEY}-e\n")
@@ -84,6 +85,7 @@ def test_a_signal_reads_the_file_at_once(changing: tuple[Served, Path]) -> None:
     assert served.process.poll() is None
 
 
+@pytest.mark.nightly
 def test_a_new_key_finds_nothing_that_the_only_one_before_it_asked(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"alice:{KEY}-a\n")
@@ -216,6 +218,7 @@ def test_a_batch_rests_while_its_key_is_gone(tmp_path: Path, caplog: pytest.LogC
     assert "batch_1 waits for a server that has its API key, alice" in caplog.text
 
 
+@pytest.mark.nightly
 def test_requests_that_outlast_the_grace_period_are_told(tmp_path: Path) -> None:
     """Streams end with an error event, whole answers with 503, and the log has two lines of it and no traceback."""
     log = tmp_path / "log"

@@ -71,6 +71,7 @@ def variants(value: Any) -> Iterator[Any]:
             yield from ([*value[:index], inner, *value[index + 1 :]] for inner in variants(value[index]))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("path", FIELDS)
 def test_values_of_other_types(server: Served, path: str) -> None:
     """Wherever one stands, the answer says what is wrong, or does without it."""

@@ -124,6 +124,7 @@ def test_answers_are_those_of_a_server_with_the_new_weights(
     assert complete(server, [1], 1)["system_fingerprint"].endswith(f"-{version(server)}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_streams_go_on_and_leave_nothing_to_others(
     server: Served, folder: Path, expected: dict[str, Answers], in_flight: str
@@ -222,6 +223,7 @@ SHARED = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=[] if how == "replicas" else [pytest.mark.nightly]) for how in SHARED]
 )
@@ -235,6 +237,7 @@ def test_ranks_stages_and_replicas_change_together(
         assert answers(server) == expected["old"]
 
 
+@pytest.mark.nightly
 def test_one_of_several_models_has_its_weights_again_when_it_is_woken(
     folder: Path, expected: dict[str, Answers], tmp_path: Path
 ) -> None:
@@ -259,6 +262,7 @@ REFUSED: dict[str, tuple[Callable[[Path], tuple[str, ...]], str]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", [*REFUSED])
 def test_engines_that_cannot_change_say_so(folder: Path, tmp_path: Path, what: str) -> None:
     options, message = REFUSED[what]

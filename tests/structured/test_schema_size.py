@@ -29,6 +29,7 @@ GROWING: dict[str, dict[str, Any]] = {
 """They become far longer when they are said in other words."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", GROWING)
 def test_schemas_that_grow_are_refused_by_what_they_hold(name: str) -> None:
     with pytest.raises(InvalidParameter, match="make it smaller"):

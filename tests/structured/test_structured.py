@@ -229,6 +229,7 @@ def test_every_spelling_of_the_apis(server: Served) -> None:
         assert given.choices[0].text in ("a", "b")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("extra", "said"),
     [

@@ -88,6 +88,7 @@ def ask(server: Served, body: dict[str, Any]) -> tuple[int, Any]:
     return status, answer
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_others_do_not_wait(server: Served, name: str) -> None:
     with ThreadPoolExecutor(1) as threads:
@@ -154,6 +155,7 @@ def test_a_worker_that_is_killed_is_replaced(server: Served) -> None:
     assert server.child("kvern.structured.worker") != first
 
 
+@pytest.mark.nightly
 def test_the_worker_ends_with_its_server() -> None:
     with serving(*SMALL) as served:
         assert ask(served, {"guided_regex": "[ab]{4}"})[0] == 200
@@ -192,6 +194,7 @@ def test_a_process_that_dies_costs_its_form(form: str, monkeypatch: pytest.Monke
     assert os.waitpid(child, 0)[1] != 0
 
 
+@pytest.mark.nightly
 def test_owners_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner's slow forms stand behind each other, and another's good one beside them."""
     monkeypatch.setattr(apart, "LONGEST_WAIT", 200.0)

@@ -23,6 +23,7 @@ def schema_of(record: Any) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("temperature", "count"),
     [(0.0, 120), (1.5, 40), *(pytest.param(heat, 500, marks=pytest.mark.nightly) for heat in (0.0, 1.5))],

@@ -83,6 +83,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int], cuts: list[int], skip: bool = T
 CUTS = st.lists(st.integers(0, 1000), max_size=40)
 
 
+@pytest.mark.sample(3)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), cuts=CUTS, skip=st.booleans())
 def test_any_ids_in_any_pieces_are_the_whole(tokenizer: Tokenizer, data: Any, cuts: list[int], skip: bool) -> None:

@@ -62,6 +62,7 @@ def counted() -> Iterator[Lines]:
         sys.settrace(before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stop", "text"),
     [
@@ -100,6 +101,7 @@ def test_others_are_served_beside_the_largest_lists(tiny_llm: LLM) -> None:
     assert lines.count < MOST_LINES * 9 * 60
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stop", HARD_LISTS.values(), ids=HARD_LISTS)
 def test_beams_look_for_the_largest_lists_at_little_cost(
     tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: list[str]

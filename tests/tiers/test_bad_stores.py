@@ -55,6 +55,7 @@ def raises(call: str) -> Callable[[MemoryStore], None]:
     return lambda store: store.raises.add(call)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("is_local", [True, False])
 @pytest.mark.parametrize(
     "spoil",

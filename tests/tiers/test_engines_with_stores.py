@@ -58,6 +58,7 @@ STORES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("made", STORES)
 def test_a_hit_gives_the_bits_of_the_prefix_tree(
     made: Callable[[Path], AbstractContextManager[str]], tiny_model: Path, tmp_path: Path

@@ -100,6 +100,7 @@ def drawn() -> list[Any]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("made", "seed", "how", "share"), [*POINTS, *drawn()])
 def test_a_server_that_ends_between_two_bytes(
     made: Made,

@@ -102,6 +102,7 @@ def test_an_owner_that_is_killed_amid_answers(option: str, store: Store, delay: 
         assert get(store, range(10), SIZE) == [False] * 10
 
 
+@pytest.mark.nightly
 def test_an_owner_that_is_stopped_holds_up_its_readers_for_a_while(option: str, store: Store) -> None:
     with writer(f"{option}?segment=256MB", 0, 10_000, SIZE) as owner, ThreadPoolExecutor(1) as pool:
         assert owner.stdout is not None
@@ -114,6 +115,7 @@ def test_an_owner_that_is_stopped_holds_up_its_readers_for_a_while(option: str, 
         owner.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_a_master_that_is_stopped(master: Master, store: Store) -> None:
     assert has(store, [1]) == [False]
     master.send(signal.SIGSTOP)
@@ -137,6 +139,7 @@ def test_a_master_that_is_not_there_at_the_start(caplog: pytest.LogCaptureFixtur
             master.kill()
 
 
+@pytest.mark.nightly
 def test_a_master_that_is_stopped_at_the_start(
     option: str, master: Master, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +162,7 @@ def test_a_master_that_is_stopped_at_the_start(
             assert has(store, [1]) == [False]
 
 
+@pytest.mark.nightly
 def test_a_master_that_is_killed(option: str, master: Master) -> None:
     with opened(f"{option}?segment=32MB") as store:
         assert put(store, [1]) == [True]

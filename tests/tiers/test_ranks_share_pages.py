@@ -37,6 +37,7 @@ def asked(folder: Path, pages: Path, stored: int = 2, **options: Any) -> tuple[l
         return list(output.outputs[0].token_ids), output.cached_tokens
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "writer", "readers"),
     [
@@ -80,6 +81,7 @@ def test_states_are_read_by_as_many_ranks(family: str, divided: dict[str, Any], 
         assert asked(folder, pages) == (expected, 0), "states of other shares"
 
 
+@pytest.mark.nightly
 def test_stages_read_the_pages_of_their_layers(tmp_path: Path) -> None:
     folder, pages = make_checkpoint("llama", tmp_path / "model"), tmp_path / "pages"
     stages = {"pipeline_parallel_size": 2}

@@ -112,6 +112,7 @@ def test_pages_outlive_the_store_that_wrote_them(option: str) -> None:
         assert get(second, [40]) == [True]
 
 
+@pytest.mark.sample(2)
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(100, 120), unique=True, max_size=8)), max_size=12),

@@ -41,6 +41,7 @@ def test_a_tier_gives_no_pages_of_other_weights(tiny_model: Path, new: Path) -> 
         check_integrity(llm)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("keep", [True, False])
 def test_requests_that_run_share_nothing_with_later_ones(

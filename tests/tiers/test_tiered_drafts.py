@@ -113,6 +113,7 @@ def computed_tokens(llm: LLM) -> list[int]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_draft_model_computes_no_prompt_again(ranks: int, tmp_path: Path) -> None:
     """It guesses the same; a hit whose keys of the draft model are missing is a hit, and it catches up."""

@@ -73,6 +73,7 @@ TALKING: dict[str, Any] = {"kv_cache_tokens": 150, "max_batch_tokens": 24}
 """Less memory than four conversations take."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", SEVERAL)
 def test_conversations_that_left_the_cache_go_on(family: str, model: Callable[[str], Path]) -> None:
     """Each turn evicts what the device has of all other conversations."""
@@ -95,6 +96,7 @@ def test_conversations_that_left_the_cache_go_on(family: str, model: Callable[[s
     assert figures(tiered).hit_tokens and is_idle(tiered)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", SEVERAL)
 def test_many_at_once_are_answered_out_of_little_memory(family: str, model: Callable[[str], Path]) -> None:
     """Requests are preempted, their pages loaded, and others wait for the same loads."""
@@ -112,6 +114,7 @@ def test_many_at_once_are_answered_out_of_little_memory(family: str, model: Call
         assert figures(llm).hit_tokens and figures(llm).read_bytes
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -129,6 +132,7 @@ def test_hits_with_options(family: str, options: dict[str, Any], model: Callable
         assert check_hits(llm, PROMPT) in (48, 56)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "modules"), [("gemma3", ["q_proj", "v_proj"]), ("qwen3_5", ["in_proj_qkv", "q_proj"])]
 )

@@ -254,6 +254,7 @@ def test_a_server_that_stops_answers_late_and_to_nobody(server: RedisServer, sto
         assert get(store, [2 + number % 2, 7, 1]) == [True, False, True], "an answer to another question"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("delay", [0.0, 0.003, 0.01, 0.02, 0.05])
 def test_a_server_that_is_killed_amid_answers(server: RedisServer, store: Store, delay: float) -> None:
     size = 1 << 20

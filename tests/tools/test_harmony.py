@@ -287,6 +287,7 @@ def answers(llm: LLM, count: int = 4, **options: Any) -> list[CompletionOutput]:
 OPENED = pytest.mark.parametrize("opened", ["", ANALYSIS, FINAL], ids=["", "analysis", "final"])
 
 
+@pytest.mark.sample(1)
 @OPENED
 def test_a_demanded_turn_is_constrained_as_a_whole(llm: LLM, opened: str) -> None:
     """Whatever the prompt opens, what comes is a call, or an answer of the form."""

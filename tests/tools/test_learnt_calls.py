@@ -59,6 +59,7 @@ def rendered(name: str, calls: list[tuple[str, dict[str, Any]]], said: str = "")
     return text[len(prompt) :].removesuffix("<|over|>").removeprefix("<think>\n\n</think>\n\n")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=3, deadline=None)
 @given(calls=calls_of, cuts=everywhere)

@@ -60,6 +60,7 @@ def test_a_budget_ends_the_thinking(llm: LLM, open_: bool, budget: int) -> None:
         assert any(message_of(answer).reasoning for answer in found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("open_", [True, False])
 def test_the_form_is_the_answers_alone(llm: LLM, open_: bool) -> None:
     """A schema, also with a budget; a demanded call; a strict one."""
@@ -106,6 +107,7 @@ def test_a_stream_is_taken_apart(llm: LLM) -> None:
     assert last.reasoning
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("beams", [{}, {"beam_width": 2, "n": 2, "temperature": None}])
 def test_stop_strings_count_behind_the_thinking(llm: LLM, beams: dict[str, Any]) -> None:
     """One of the thinking's letters, and one of the answer's; without thinking they count from the start."""

@@ -90,6 +90,7 @@ def asked(llm: LLM, count: int = 6, params: dict[str, Any] | None = None, **opti
     return [output.outputs[0] for output in llm.chat([MESSAGES] * count, several, tools=TOOLS, **options)]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls_are_valid(model: tuple[ToolFormat, LLM], parallel: bool) -> None:
     _, llm = model
@@ -109,6 +110,7 @@ def test_required_calls_are_valid(model: tuple[ToolFormat, LLM], parallel: bool)
         assert [(call.name, json.loads(call.arguments)) for call in answer.message.tool_calls] == [("stop", {})]
 
 
+@pytest.mark.sample(8)
 def test_free_answers_hold_valid_calls_or_none(model: tuple[ToolFormat, LLM]) -> None:
     """Not more than one call: that is a constraint, too. A model that wants to call must call well."""
     form, llm = model
@@ -125,6 +127,7 @@ def test_free_answers_hold_valid_calls_or_none(model: tuple[ToolFormat, LLM]) ->
     assert seen or len(tokens) > 1 or form.name == "functionary_v32"
 
 
+@pytest.mark.sample(8)
 def test_an_answer_of_a_form_or_a_call(model: tuple[ToolFormat, LLM]) -> None:
     form, llm = model
     params = {"structured": StructuredOutput(choice=["yes", "no"])}
@@ -146,6 +149,7 @@ def test_a_schema_that_cannot_be_followed_is_named(model: tuple[ToolFormat, LLM]
     assert output.outputs[0].finish_reason
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

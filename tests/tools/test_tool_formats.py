@@ -123,6 +123,7 @@ def gemma(value: Any, quote: str) -> str:
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("form", BY_NAME)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -149,6 +150,7 @@ def test_whole_calls_arrive_whatever_the_cutting(form: ToolFormat, data: st.Data
     assert message == read(reader_of(form, tools=tools), text)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("form", BY_NAME)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
@@ -258,6 +260,7 @@ def test_arguments_come_while_they_form() -> None:
     assert reader.message.tool_calls[0].arguments == '{"city": "Os'
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("form", [form for form in THINKING if not form.in_turns], ids=lambda form: form.name)
 @pytest.mark.parametrize("beginning", ["possible", "inside", "over"])
 @settings(max_examples=25, deadline=None)

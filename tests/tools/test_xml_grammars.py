@@ -88,6 +88,7 @@ def drawn(grammars: Grammars, grammar: str, seed: int) -> list[int] | None:
     return None
 
 
+@pytest.mark.sample(1)
 @FORMS
 @settings(max_examples=50, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 99))
@@ -193,6 +194,7 @@ def test_strange_schemas_hurt_nobody(writer: Any, schema: Any) -> None:
         grammars.compile(written.answer(QWEN3_CODER, read_tools([tool_of(tool)], "required"), None, None))
 
 
+@pytest.mark.sample(4)
 @FORMS
 @pytest.mark.parametrize("place", range(4))
 def test_models_that_write_blanks_for_ever_cost_little(form: ToolFormat, place: int) -> None:

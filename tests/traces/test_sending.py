@@ -85,6 +85,7 @@ def test_what_waits_is_sent_at_the_end(collector: Collector, said: list[str]) ->
     assert count(way, "sent") == 301
 
 
+@pytest.mark.nightly
 def test_a_collector_that_refuses(collector: Collector, way: Traces, caplog: pytest.LogCaptureFixture) -> None:
     eventually(lambda: count(way, "sent") == 1)
     collector.status = 403
@@ -98,6 +99,7 @@ def test_a_collector_that_refuses(collector: Collector, way: Traces, caplog: pyt
     eventually(lambda: count(way, "sent") == 4)
 
 
+@pytest.mark.nightly
 def test_nothing_waits_for_a_collector_that_hangs(
     collector: Collector, way: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:

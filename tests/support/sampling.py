@@ -1,0 +1,43 @@
+"""Parametrized tests of which `make test` runs a sample of the cases, with every value of a parameter if there is room.
+
+`@pytest.mark.sample(4)` leaves all but four cases of a test to `make test-all`: they become `nightly`. The ids of the
+cases alone say which. A case that is named on the command line is run, as all are on a GPU.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+
+def leave_to_the_night(items: Iterable[pytest.Item]) -> None:
+    """Marks the cases that no sample has."""
+    cases: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        sampled = isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("sample")
+        if sampled and not item.get_closest_marker("nightly"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of_a_test in cases.values():
+        (most,) = of_a_test[0].get_closest_marker("sample").args
+        chosen = sample([(case.callspec.id, values_of(case)) for case in of_a_test], most)
+        for place, case in enumerate(of_a_test):
+            if place not in chosen:
+                case.add_marker(pytest.mark.nightly)
+
+
+def values_of(case: pytest.Function) -> frozenset[tuple[str, str]]:
+    """The values of its parameters, by name."""
+    return frozenset((name, repr(value)) for name, value in case.callspec.params.items())
+
+
+def sample(cases: Sequence[tuple[str, frozenset[tuple[str, str]]]], most: int) -> set[int]:
+    """The places of at most `most` cases, each an id and values: those with values that no other has come first."""
+    order = sorted(range(len(cases)), key=lambda place: hashlib.sha256(cases[place][0].encode()).digest())
+    chosen, seen = list[int](), set[tuple[str, str]]()
+    while order and len(chosen) < most:
+        best = max(order, key=lambda place: len(cases[place][1] - seen))
+        order.remove(best)
+        chosen.append(best)
+        seen |= cases[best][1]
+    return set(chosen)
