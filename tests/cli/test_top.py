@@ -1,6 +1,7 @@
 """``kvern top``: what it shows of a server, and that it outlives one."""
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from kvern.cli.main import main
-from kvern.cli.output import print_tables
+from kvern.cli.output import print_lines, print_tables
 from kvern.cli.remote import RemoteServer
-from kvern.cli.top import EngineName, Top, read_figures, row_of
+from kvern.cli.top import EngineName, Top, read_figures, read_states, row_of
 from kvern.engine.step_ring import read_steps
 from kvern.errors import ConfigError
 from tests.support.served import Served, serving
@@ -105,6 +108,73 @@ def test_what_was_seen_stays_while_the_server_is_away(capsys: pytest.CaptureFixt
     assert "r1" in (told := capsys.readouterr().out) and "12.3" in told and "1,500" in told
 
 
+def figures(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    names = st.sampled_from(["engine_ready", "model_state", "gpu_utilization", "generation_tokens_total", "x"])
+    labels = st.sampled_from(["", '{model_name="a"}', '{model_name="a",engine="1"}', '{model_name="\x1b[2J"', "{le=}"])
+    return st.lists(st.builds("kvern:{}{} {}".format, names, labels, values), max_size=5).map("\n".join)
+
+
+VALUES = figures(st.sampled_from(["1", "0", "NaN", "+Inf", "-Inf", "1e308", "-7", "2.5", "9e99999", "word", ""]))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+def told_as(fields: dict[str, Any], required: st.SearchStrategy[Any] = JSON) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with some of these fields, of the right form or of any."""
+    return st.fixed_dictionaries({}, optional={name: right | required for name, right in fields.items()})
+
+
+TEXT = st.text(st.characters(), max_size=5)
+OLDEST = told_as({"id": TEXT, "seconds": st.floats(0), "tokens": st.integers()})
+SAID = told_as({"evidence": TEXT, "action": TEXT, "share": st.floats(0, 1)})
+STATES = {"model": TEXT, "engine": TEXT, "verdict": SAID, "oldest_requests": st.lists(OLDEST), "steps_file": TEXT}
+ENGINES = JSON | st.fixed_dictionaries({"data": st.lists(told_as(STATES), max_size=3) | JSON})
+ANSWERS = st.tuples(VALUES.map(str.encode) | st.binary(), ENGINES.map(json.dumps).map(str.encode) | st.binary())
+
+
+class Garbled(RemoteServer):
+    """A server that answers anything."""
+
+    def __init__(self, answers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__("http://there")
+        object.__setattr__(self, "answers", answers)
+
+    answers: list[tuple[bytes, bytes]]
+
+    def read(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        return self.answers[0][0] if path == "/metrics" else self.answers.pop(0)[1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(ANSWERS, min_size=1, max_size=3))
+@example([(METRICS.replace("TOKENS", "1").encode(), b'{"data": [{"engine": "0"}]}')])
+@example([(b"", b"[" * 100_000)])
+@example([(b"", json.dumps({"data": [{"model": "a", "steps_file": "/\0\ud800"}]}).encode())])
+def test_whatever_is_answered_is_shown_or_one_line(answers: list[tuple[bytes, bytes]]) -> None:
+    answers = list(answers)
+    top = Top(Garbled(answers))
+    while answers:
+        before = len(answers)
+        top.look()
+        if len(answers) == before:
+            answers.pop(0)  # its figures were wrong already
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            print_tables(*top.tables())
+            print_lines(*top.lines())
+        said = out.getvalue().replace("\n", "") + (top.failure or "")
+        assert said.isprintable()
+
+
+def test_the_line_says_what_is_wrong() -> None:
+    for content, wrong in (b'{"data": [{}]}', "`model`"), (b"{}", "`data`"), (b"<html>", "malformed"):
+        with pytest.raises(ConfigError, match=wrong):
+            read_states(content)
+    assert read_states(b'{"data": [{"model": "a", "new": 1}]}')[0].engine == ""
+
+
 def canned(answer: bytes) -> Iterator[str]:
     """The URL of a server that answers these bytes and hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -134,6 +204,8 @@ WRONG = {
     "no HTTP": (b"SSH-2.0-OpenSSH\r\n", "does not answer as kvern serve does: BadStatusLine"),
     "error in words": (REFUSED + b'{"error": "out of order"}', "refuses: out of order"),
     "error as list": (REFUSED + b'{"error": {"message": null}}', "refuses: status 503"),
+    "too deep": (REFUSED + b"[" * 100_000, "refuses: status 503"),
+    "colours": (REFUSED + b'{"error": "a\\u001b[31m\\nb"}', "refuses: a [31m b"),
     "no error": (REFUSED + b"[]", "refuses: status 503"),
 }
 

@@ -12,6 +12,9 @@ from typing import Any
 
 from kvern.errors import ConfigError, in_a_line
 
+MOST_CHARACTERS = 500
+"""The longest line of a server that is shown."""
+
 
 @dataclass(frozen=True)
 class RemoteServer:
@@ -47,20 +50,25 @@ class RemoteServer:
             return answered
         said = told.get("error")
         reason = said.get("message") if isinstance(said, dict) else said
-        raise ConfigError(f"{base} refuses: {reason or f'status {status}'}")
+        raise ConfigError(f"{base} refuses: {printable(str(reason or f'status {status}'))}")
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the server's answer, a JSON object. Raises ConfigError as `read`."""
         try:
             return dict(json.loads(self.read(path, body)))
-        except (TypeError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.base_url} does not answer as kvern serve does: {error}") from error
+
+
+def printable(text: str) -> str:
+    """Returns a server's words as one line that changes nothing in a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text)[:MOST_CHARACTERS].strip()
 
 
 def _object(content: bytes) -> dict[str, Any]:
     """Decodes an answer; empty if it is no JSON object."""
     try:
         told = json.loads(content)
-    except ValueError:
+    except (RecursionError, ValueError):
         return {}
     return told if isinstance(told, dict) else {}

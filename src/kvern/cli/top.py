@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from kvern.cli.output import check_least, make_table, print_lines, print_tables
-from kvern.cli.remote import RemoteServer
+from kvern.cli.remote import RemoteServer, printable
 from kvern.engine.step_ring import Step, read_steps
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, in_a_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,9 +25,12 @@ PATIENCE = 5.0
 STEP_SECONDS = 20.0
 """The seconds before an engine's last step of which the steps are shown."""
 STEP_COLUMNS = "steps", "s ago", "number", "p50 ms", "p99 ms", "rows", "tokens", "the last ones"
-BARS = "▁▂▃▄▅▆▇█"
-STATES = ("cold", "asleep", "awake")
+DRAWN, BARS = 40, "▁▂▃▄▅▆▇█"
+"""The number of steps that are drawn, and the bars."""
+STATES: dict[float, str] = {0: "cold", 1: "asleep", 2: "awake"}
 """States of one of several models, as `kvern:model_state` counts them."""
+
+READY = "not ready", "ready"
 
 
 class EngineName(NamedTuple):
@@ -35,14 +40,45 @@ class EngineName(NamedTuple):
     engine: str
 
 
+class OldRequest(msgspec.Struct):
+    """One of the requests that are in a server longest."""
+
+    id: str
+    seconds: float = 0.0
+    tokens: int = 0
+
+
+class SaidVerdict(msgspec.Struct):
+    """The cause of most of an engine's last seconds, in words."""
+
+    evidence: str
+    action: str
+    share: float = 0.0
+
+
+class EngineState(msgspec.Struct):
+    """An engine in the answer of /v1/engines."""
+
+    model: str
+    engine: str = ""
+    verdict: SaidVerdict | None = None
+    oldest_requests: list[OldRequest] = []
+    steps_file: str | None = None
+
+
+class EngineStates(msgspec.Struct):
+    """The answer of /v1/engines."""
+
+    data: list[EngineState]
+
+
 @dataclass(frozen=True)
 class Reading:
     """The figures of all engines at a time, by their names without `kvern:`."""
 
     time: float
     figures: dict[EngineName, dict[str, float]]
-    told: Sequence[dict[str, Any]] = ()
-    """The answer of /v1/engines: verdicts, and the oldest requests."""
+    told: Sequence[EngineState] = ()
 
 
 @dataclass(frozen=True)
@@ -112,9 +148,9 @@ class Top:
         """Reads the server's figures anew."""
         try:
             figures = read_figures(self.server.read("/metrics").decode(errors="replace"))
-            told = self.server.ask("/v1/engines").get("data", [])
+            told = read_states(self.server.read("/v1/engines"))
         except ConfigError as error:
-            self.failure = str(error)
+            self.failure = printable(str(error))
             self._seen = self._seen[-1:]
             return
         self.failure = None
@@ -133,17 +169,16 @@ class Top:
         yield table
         requests = make_table("oldest requests", "model", "seconds", "tokens", words=("model",))
         for one in now.told:
-            for request in one["oldest_requests"]:
-                seconds, tokens = f"{request['seconds']:.1f}", f"{request['tokens']:,}"
-                requests.add_row(str(request["id"]), shown(one, now.told), seconds, tokens)
+            for request in one.oldest_requests:
+                cells = f"{request.seconds:.1f}", f"{request.tokens:,}"
+                requests.add_row(printable(request.id), shown(one, now.told), *cells)
         if requests.rows:
             yield requests
         steps = make_table(*STEP_COLUMNS, words=("the last ones",))
         for one in now.told:
-            path = one.get("steps_file")
-            if path is not None:
+            if one.steps_file is not None:
                 with suppress(OSError, ValueError):  # the engine has ended, or runs on another machine
-                    if row := row_of_steps(read_steps(path)):
+                    if row := row_of_steps(read_steps(one.steps_file)):
                         steps.add_row(shown(one, now.told), *row)
         if steps.rows:
             yield steps
@@ -152,9 +187,9 @@ class Top:
         """Yields the verdict on each engine."""
         told = self._seen[-1].told if self._seen else ()
         for one in told:
-            if (verdict := one.get("verdict")) is not None:
-                evidence = f"{verdict['evidence']} ({verdict['share']:.0%} of the time): {verdict['action']}"
-                yield f"{shown(one, told)}: {evidence}"
+            if (verdict := one.verdict) is not None:
+                evidence = f"{verdict.evidence} ({verdict.share:.0%} of the time): {verdict.action}"
+                yield printable(f"{shown(one, told)}: {evidence}")
 
 
 def row_of_steps(steps: Sequence[Step]) -> list[str]:
@@ -164,8 +199,8 @@ def row_of_steps(steps: Sequence[Step]) -> list[str]:
         return []
     ordered = sorted(step.seconds for step in last)
     middle, late = (ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99))
-    drawn = [step.seconds for step in last[-len(BARS) * 5 :]]
-    bars = (BARS[int((len(BARS) - 1) * seconds / max(*drawn, 1e-9))] for seconds in drawn)
+    drawn = [step.seconds for step in last[-DRAWN:]]
+    height = (len(BARS) - 1) / max(*drawn, 1e-9)
     return [
         f"{time.monotonic() - last[-1].ended:.1f}",
         f"{len(last):,}",
@@ -173,14 +208,22 @@ def row_of_steps(steps: Sequence[Step]) -> list[str]:
         f"{1000 * late:.2f}",
         f"{sum(step.rows for step in last) / len(last):.1f}",
         f"{sum(step.tokens for step in last) / len(last):.1f}",
-        "".join(bars),
+        "".join(BARS[int(height * seconds)] for seconds in drawn),
     ]
 
 
-def shown(one: dict[str, Any], told: Sequence[dict[str, Any]]) -> str:
+def shown(one: EngineState, told: Sequence[EngineState]) -> str:
     """Returns an engine's name: its model's, with its number if the model has several."""
-    siblings = sum(other["model"] == one["model"] for other in told)
-    return f"{one['model']} {one['engine']}" if siblings > 1 else str(one["model"])
+    siblings = sum(other.model == one.model for other in told)
+    return printable(f"{one.model} {one.engine}" if siblings > 1 else one.model)
+
+
+def read_states(content: bytes) -> list[EngineState]:
+    """Returns the states in an answer of /v1/engines. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(content, type=EngineStates).data
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ConfigError(f"/v1/engines does not answer as kvern serve does: {in_a_line(error)}") from error
 
 
 def read_figures(text: str) -> dict[EngineName, dict[str, float]]:
@@ -195,8 +238,8 @@ def read_figures(text: str) -> dict[EngineName, dict[str, float]]:
                 figures, figure = found.setdefault(name, {}), sample.name.removeprefix("kvern:")
                 if sample.name.startswith("kvern:") and "le" not in sample.labels:
                     figures[figure] = figures.get(figure, 0.0) + sample.value
-    except ValueError as error:
-        raise ConfigError(f"/metrics is not in Prometheus's format: {error}") from error
+    except Exception as error:  # the parser stumbles over text in many ways
+        raise ConfigError(f"/metrics is not in Prometheus's format: {in_a_line(error)}") from error
     return {name: figures for name, figures in found.items() if {"engine_ready", "model_state"} & figures.keys()}
 
 
@@ -210,9 +253,9 @@ def row_of(name: EngineName, now: dict[str, float], before: dict[str, float], se
     memory = "gpu_memory_used_bytes", "gpu_memory_total_bytes"
     used, total = (now.get(figure, 0.0) / 1e9 for figure in memory)
     ready = now.get("engine_ready", math.nan)
-    state = STATES[int(now.get("model_state", 0))] if math.isnan(ready) else "ready" if ready else "not ready"
+    state = STATES.get(now.get("model_state", 0), "") if math.isnan(ready) else READY[bool(ready)]
     return [
-        " ".join(name).strip(),
+        printable(" ".join(name)),
         state,
         f"{now.get('num_requests_running', 0):.0f}",
         f"{now.get('num_requests_waiting', 0):.0f}",
