@@ -156,9 +156,9 @@ class EngineConfig:
     not."""
     kv_tier: tuple[str, ...] = ()
     """Stores that keep the KV cache of prompts outside the device, the nearest first: host:32GB, or host for a quarter
-    of the free memory; disk:/path:500GB; valkey://host:port, or valkeys:// for TLS; mooncake://host:port. Prompts
-    continue from them where that is faster than computing. With ?optional behind it a store is left out, with a
-    warning, where there can be none."""
+    of the free memory; peer, the host memory of the server's other engines on this machine; disk:/path:500GB;
+    valkey://host:port, or valkeys:// for TLS; mooncake://host:port. Prompts continue from them where that is faster
+    than computing. With ?optional behind it a store is left out, with a warning, where there can be none."""
     kv_tier_max_age: str | None = None
     """Age after which a page on a disk or a Valkey server is not used any more and is removed: seconds, or such as 90m,
     12h or 7d. None: pages stay until they are evicted."""
@@ -304,6 +304,12 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_tier {self.shown_kv_tier} needs the prefix cache, which is off: leave kv_tier out, or turn "
                 "prefix_cache on"
+            )
+        kinds = {option.removesuffix(OPTIONAL).partition(":")[0] for option in self.kv_tier}
+        if "peer" in kinds and "host" not in kinds:
+            raise ConfigError(
+                f"kv_tier is {self.shown_kv_tier}: peer reads the host memory of a server's other engines, which only "
+                "those with host have: give host, too"
             )
         if self.kv_tier_max_age is not None and not self.kv_tier:
             raise ConfigError(

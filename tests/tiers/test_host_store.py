@@ -92,7 +92,7 @@ def test_a_flipped_bit_of_the_index_is_a_miss(size: int) -> None:
     memory = shared()
     first = HostStore(SIZE, memory)
     put(first, range(8), size)
-    end = first._first
+    end = first._layout.first
     used = [place for place in range(end) if memory[place // 64 * 64 : place // 64 * 64 + 64].strip(b"\0")]
     for _ in range(200):
         place, bit = dice.choice(used), 1 << dice.randrange(8)

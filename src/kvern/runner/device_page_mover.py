@@ -24,12 +24,11 @@ from typing import Any
 import torch
 
 from kvern.device.copies import copy_all
-from kvern.device.pinned import Pins
+from kvern.device.pinned import Pinnable, Pins
 from kvern.device.transfer import fetch, upload
 from kvern.kernels.page_copy import PageTable, Rows, page_copy
 from kvern.runner.memory import STAGE_BYTES, STAGES
 from kvern.runner.page_mover import HeadGroup
-from kvern.tiers.host import HostStore
 from kvern.tiers.page_memory import Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES
 
@@ -250,7 +249,7 @@ class DeviceMover:
             for packs in (True, False):
                 page_copy(self._memory, kind.rows, table, sums, packs)
 
-    def pin(self, store: HostStore) -> None:
+    def pin(self, store: Pinnable) -> None:
         """See `PageMover`. It goes on in the background, some gigabytes a second; the store has what is pinned."""
         weakref.finalize(self, Pins(store, self._device, "kv_tier host").end)
 

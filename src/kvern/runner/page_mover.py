@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 
 from kvern.cache.messages import Part
+from kvern.device.pinned import Pinnable
 from kvern.ranks.ranks import Ranks
 from kvern.runner.cached_model import StateStack
 from kvern.spec.mixers import AttentionSpec
-from kvern.tiers.host import HostStore
 from kvern.tiers.page_memory import HostPages, PageMemory, Piece
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.shelf import MOST_WRITING
@@ -85,7 +85,7 @@ class PageMover(PageMemory, Protocol):
     cell: int | None
     """The bytes of the cells from which it copies best, for `HostStore`; None: any."""
 
-    def pin(self, store: HostStore) -> None:
+    def pin(self, store: Pinnable) -> None:
         """Pages are copied from and to the memory of this store."""
         ...
 
@@ -147,7 +147,7 @@ class TorchMover(HostPages):
     def __init__(self, groups: Sequence[HeadGroup]) -> None:
         self.groups = groups
 
-    def pin(self, store: HostStore) -> None:
+    def pin(self, store: Pinnable) -> None:
         """See `PageMover`."""
 
     @torch.inference_mode()

@@ -25,6 +25,7 @@ from kvern.spec.model import ModelSpec
 from kvern.tiers.arena import HOST, host_size, map_arena
 from kvern.tiers.host import HostStore
 from kvern.tiers.pages import FORMAT_VERSION
+from kvern.tiers.peer import PEER, PeerStore
 from kvern.tiers.shelf import Shelf
 from kvern.tiers.store import Identity, Store, make_store, read_age
 
@@ -86,8 +87,12 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     lines = []
     for option in config.kv_tier:
         kind = option.partition(":")[0]
-        is_host = kind == HOST
-        store, line = _host_store(option, config, ranks, mover) if is_host else (make_store(option, identity), "")
+        if kind == HOST:
+            store, line = _host_store(option, config, ranks, mover)
+        elif option == PEER:
+            store, line = _peer_store(config, ranks, mover)
+        else:
+            store, line = make_store(option, identity), ""
         lines.append(line or f"pages of the KV cache are kept in {without_passwords(option)}")
         number = sum(name.partition("-")[0] == kind for name in stores)
         stores[f"{kind}-{number + 1}" if number else kind] = store
@@ -158,10 +163,7 @@ def _max_age(config: EngineConfig) -> float | None:
 
 def _host_store(option: str, config: EngineConfig, ranks: Ranks, mover: PageMover) -> tuple[Store, str]:
     """This rank's part of the memory of an option host:SIZE, and a line for the report."""
-    parts = config.ranks
-    number = ranks.stage.index * ranks.size + ranks.rank
-    if ranks.dp_attention is not None:
-        number = ranks.dp_attention.ranks.rank
+    number, parts = _part(config, ranks)
     size = host_size(option)
     each = size // parts
     line = f"pages of the KV cache are kept in {size / 1e9:.2f} GB of host memory"
@@ -169,3 +171,16 @@ def _host_store(option: str, config: EngineConfig, ranks: Ranks, mover: PageMove
     store = HostStore(each if memory is None else len(memory), memory, mover.cell)
     mover.pin(store)
     return store, line
+
+
+def _peer_store(config: EngineConfig, ranks: Ranks, mover: PageMover) -> tuple[Store, str]:
+    """What this rank reads of the other engines' host memory, and a line for the report."""
+    pin = None if mover.cell is None else mover.pin
+    return PeerStore(*_part(config, ranks), pin), "pages of the KV cache are read from the host memory of other engines"
+
+
+def _part(config: EngineConfig, ranks: Ranks) -> tuple[int, int]:
+    """This rank's number among all that share an engine's memory, and how many these are."""
+    if ranks.dp_attention is not None:
+        return ranks.dp_attention.ranks.rank, config.ranks
+    return ranks.stage.index * ranks.size + ranks.rank, config.ranks

@@ -90,7 +90,8 @@ class Supervisor:
         self._owner = owner
         self._first = first
         kinds = {option.removesuffix(OPTIONAL).partition(":")[0] for option in config.kv_tier}
-        self._arena = OwnedArena() if HOST in kinds and config.prefix_cache and place.shares_memory else None
+        has_arena = HOST in kinds and config.prefix_cache and place.shares_memory
+        self._arena = OwnedArena(config.model or "") if has_arena else None
         self._link: EngineLink | None = None
         self._began = 0.0
         self._fruitless = 0

@@ -3,10 +3,12 @@
 The engine and its ranks open the memory by its path in /proc, which an environment variable tells them.
 """
 
+import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kvern.errors import ConfigError
 from kvern.tiers.store import read_bytes
@@ -51,10 +53,14 @@ def sized(options: Sequence[str], available: int) -> tuple[str, ...]:
 
 
 class OwnedArena:
-    """Memory for arenas that lives as long as this object, for engines of the same user on this machine."""
+    """Memory for arenas that lives as long as this object, for engines of the same user on this machine.
 
-    def __init__(self) -> None:
-        self._descriptor = os.memfd_create(MEMORY)
+    Other engines of this process's `model` may read it.
+    """
+
+    def __init__(self, model: str = "") -> None:
+        name = hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
+        self._descriptor = os.memfd_create(f"{MEMORY}-{name}")
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
@@ -80,4 +86,42 @@ def map_arena(size: int, part: int = 0, parts: int = 1) -> "mmap.mmap | None":
             os.close(descriptor)
     except (OSError, ValueError) as error:
         logger.warning("the pages of kv_tier host will not outlive this process: %s: %s", path, error)
+        return None
+
+
+def siblings() -> Iterator[tuple[int, str]]:
+    """Yields what the supervisor of this engine owns for others of the same model: a number of the memory, its path."""
+    own = os.environ.get(ARENA)
+    if own is None:
+        return
+    try:
+        name, folder = os.readlink(own), Path(own).parent
+        for path in folder.iterdir():
+            if path.name != Path(own).name and _target(path) == name:
+                yield path.stat().st_ino, str(path)
+    except OSError as error:  # the supervisor ends
+        logger.debug("the memory of other engines is not found: %s", error)
+
+
+def _target(path: Path) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return None
+
+
+def map_part(path: str, part: int, parts: int, *, writable: bool) -> "mmap.mmap | None":
+    """Maps part `part` of `parts` of another engine's memory; None: it has none yet.
+
+    `writable`, as what is pinned must be: nobody writes.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    try:
+        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            each = os.fstat(descriptor).st_size // parts
+            return mmap.mmap(descriptor, each, prot=protection, offset=part * each) if each else None
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):  # it has ended, or has another number of ranks
         return None

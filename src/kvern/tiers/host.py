@@ -1,17 +1,9 @@
 """Pages in host memory: an arena whose memory another process may own, so that it outlives the engine.
 
-    head 64 | entries, 64 each, one for a cell | cells
-
-A page takes as many cells as it needs, anywhere. A cell's entry names its page and says which part of it the cell has.
-It is zeroed before the cell is written, and written afterwards, so a page that was being written when the process was
-killed lacks an entry and is no page. An engine that starts over an arena reads the entries and continues with what is
-whole. An entry with a wrong sum, or a page with a part missing, is free memory.
-
-The numbers are little-endian. Least recently used pages make room for others.
+`tiers/arena_layout.py` says what is where in it. Least recently used pages make room for others.
 """
 
 import mmap
-import struct
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,20 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
-from kvern.errors import ConfigError
+from kvern.tiers.arena_layout import ENTRY_BYTES, LARGEST_PAGE, Entry, Layout, runs
 from kvern.tiers.store import Identity, read_bytes
 
 LARGEST_CELL, SMALLEST_CELL = 64 << 10, 1 << 10
 LEAST_CELLS = 256
 """Cells become smaller in a small arena, so that it has as many."""
-
-_HEAD = struct.Struct("<8sIIQ40x")
-_MAGIC = b"kvARENA1"
-_ENTRY = struct.Struct("<32sQIIQ")
-_SUM = struct.Struct("<Q")
-ENTRY_BYTES = _ENTRY.size + _SUM.size
 
 
 @dataclass(eq=False)
@@ -64,20 +49,16 @@ class HostStore:
         `extend` has been told of them. None: by `size`. Raises ConfigError for a size that holds nothing.
         """
         align = 1 if cell is None else mmap.PAGESIZE
-        cell = _cell_for(size) if cell is None else cell
-        cells = (size - _HEAD.size - align) // (cell + ENTRY_BYTES)
-        if cells < 1:
-            least = cell + ENTRY_BYTES + _HEAD.size + align
-            raise ConfigError(f"kv_tier host has {size} bytes: give it {least} at least")
+        self._layout = layout = Layout.of(size, _cell_for(size) if cell is None else cell, align)
         self.evicted = 0
         """Pages that made room for others."""
-        self._cell, self._count = cell, cells
+        self._cell, self._count = layout.cell, layout.cells
+        cells = layout.cells
         self._run = cells
         """The cells of one of `parts`, beyond which one copy may not reach."""
         self._memory = memory if memory is not None else mmap.mmap(-1, size)
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._view = memoryview(self._memory)
-        self._first = -(-(_HEAD.size + cells * ENTRY_BYTES) // align) * align
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()
         self._lock = threading.Lock()
         self._generation = 0
@@ -87,12 +68,11 @@ class HostStore:
         self._usable = 0
         self._limit = cells
         """The numbers of cells, the first ones, that may be used now and at last."""
-        head = _HEAD.pack(_MAGIC, cell, cells, size)
-        if self._memory[: _HEAD.size] == head:
+        if self._memory[: len(layout.head)] == layout.head:
             self._scan()
         else:
-            self._memory[_HEAD.size : self._first] = bytes(self._first - _HEAD.size)
-            self._memory[: _HEAD.size] = head
+            self._memory[: layout.first] = bytes(layout.first)
+            self._memory[: len(layout.head)] = layout.head
         if align == 1:
             self._extend(cells)
 
@@ -168,7 +148,7 @@ class HostStore:
             if name in self._pages:
                 self._pages.move_to_end(name)
                 return None
-            if needed > self._limit or not length:
+            if needed > self._limit or not 0 < length <= LARGEST_PAGE:
                 return None
             while len(self._free) < needed:
                 if self._usable < self._limit:  # there will be more cells: nothing is evicted for them
@@ -189,14 +169,18 @@ class HostStore:
         with self._lock:
             self._generation += 1
             generation = self._generation
-        for index, cell in enumerate(page.cells):
-            entry = _ENTRY.pack(place.name, generation, index, len(page.cells), page.length)
-            self._write_entry(cell, entry + _SUM.pack(xxhash.xxh3_64_intdigest(entry)))
+        for first, count in runs(page.cells, self._count):
+            end = first + count
+            following = page.cells[end] if end < len(page.cells) else 0
+            for index in range(first, end):
+                entry = Entry(place.name, generation, index, end - index, following, page.length)
+                self._write_entry(page.cells[index], entry.bytes)
         with self._lock:
             if place.name in self._pages:  # another thread was faster
                 self._release(page.cells)
             else:
                 self._pages[place.name] = page
+                self._layout.log(self._memory, page.cells[0])
 
     def withdraw(self, place: _Place) -> None:
         """See `DirectStore`."""
@@ -240,13 +224,9 @@ class HostStore:
     def _place(self, name: bytes, page: _Page) -> _Place:
         """The memory of a page; cells that follow each other are one part, if they are in one of `parts`."""
         left, parts = page.length, list[memoryview]()
-        first = 0
-        for end in range(1, len(page.cells) + 1):
-            last = page.cells[end - 1]
-            if end == len(page.cells) or page.cells[end] != last + 1 or (last + 1) % self._run == 0:
-                parts.append(self._part(page.cells[first], min((end - first) * self._cell, left)))
-                left -= (end - first) * self._cell
-                first = end
+        for first, count in runs(page.cells, self._run):
+            parts.append(self._part(page.cells[first], min(count * self._cell, left)))
+            left -= count * self._cell
         return _Place(name, page, parts)
 
     def _remove(self, name: bytes) -> None:
@@ -259,24 +239,20 @@ class HostStore:
         self._free += [cell for cell in cells if cell < self._usable]
 
     def _part(self, cell: int, length: int) -> memoryview:
-        start = self._first + cell * self._cell
-        return self._view[start : start + length]
+        return self._layout.part(self._view, cell, length)
 
     def _write_entry(self, cell: int, entry: bytes) -> None:
-        start = _HEAD.size + cell * ENTRY_BYTES
+        start = self._layout.entry(cell)
         self._memory[start : start + ENTRY_BYTES] = entry
 
     def _scan(self) -> None:
         """Find the pages of an earlier engine, the oldest first."""
-        entries = self._bytes[_HEAD.size :][: self._count * ENTRY_BYTES].reshape(-1, ENTRY_BYTES)
+        start = self._layout.entry(0)
+        entries = self._bytes[start : start + self._count * ENTRY_BYTES].reshape(-1, ENTRY_BYTES)
         parts: defaultdict[tuple[int, bytes, int], dict[int, int]] = defaultdict(dict)
         for cell in np.flatnonzero(entries.any(1)).tolist():
-            entry = entries[cell].tobytes()
-            content, (found,) = entry[: _ENTRY.size], _SUM.unpack(entry[_ENTRY.size :])
-            if xxhash.xxh3_64_intdigest(content) == found:
-                name, generation, index, count, length = _ENTRY.unpack(content)
-                if count == -(-length // self._cell):
-                    parts[generation, name, length][index] = cell
+            if (entry := Entry.read(entries[cell].tobytes())) is not None:
+                parts[entry.generation, entry.name, entry.length][entry.number] = cell
         used: set[int] = set()
         for (generation, name, length), cells in sorted(parts.items(), key=lambda item: item[0]):
             self._generation = max(self._generation, generation)

@@ -59,7 +59,8 @@ class Shelf:
         for one in self.stores:
             if self._is_prompt(one):
                 one.price = Price(*PINNED)
-        self._is_direct = any(one.direct is not None for one in self.stores)
+        self._keepers = [one for one in self.stores if one.keeps]
+        self._is_direct = any(one.direct is not None for one in self._keepers)
         """Pages are saved to memory that a store has already."""
         self.has_shared = any(one.direct is None for one in self.stores)
         """There are stores that have a page for each head."""
@@ -85,15 +86,15 @@ class Shelf:
         return next((one for one in on if one.has(one.name_of(names), now)), None)
 
     def wants(self, wanted: Sequence[PageName]) -> bool:
-        """True if a store that may be asked lacks one of these pieces."""
+        """True if a store that may be asked, and keeps pages, lacks one of these pieces."""
         now = self._clock()
-        on = (one for one in self.stores if one.breaker.is_on(now))
+        on = (one for one in self._keepers if one.breaker.is_on(now))
         return any(not all(one.has(one.name_of(names), now) for names in wanted) for one in on)
 
     def has_room(self, count: int, most: int | None = None) -> bool:
         """True if so many more bytes may be saved, of `most` that are packed at once; None: MOST_WRITING."""
         now = self._clock()
-        least = min((one.writing_bytes for one in self.stores if one.breaker.is_on(now)), default=MOST_WRITING)
+        least = min((one.writing_bytes for one in self._keepers if one.breaker.is_on(now)), default=MOST_WRITING)
         return least < MOST_WRITING and least + self._sealing_bytes + count <= (MOST_WRITING if most is None else most)
 
     def skipped(self, tokens: int) -> None:
@@ -297,7 +298,7 @@ class Shelf:
                 arrival.copied = arrival.copies.seconds()
         except Exception as error:  # the device may raise anything
             logger.warning("pages of the KV cache cannot be copied to the device: %s", error)
-        lower = self.stores[: self.stores.index(one)]
+        lower = self._keepers[: self._keepers.index(one)] if one.keeps else []
         if lower and not arrival.load.has_ended:  # what was used from afar is kept nearby
             by_piece = zip(arrival.by_piece(places), arrival.by_piece(sums), arrival.by_piece(right), strict=True)
             brought = [
@@ -414,13 +415,13 @@ class Shelf:
     def _begin(self, pieces: Sequence[Piece]) -> Sealing | None:
         """Begin to copy packed pages that a store lacks: to the memory of a direct store, or to buffers."""
         reserved: dict[int, Reserved] = {}
-        others = [one for one in self.stores if one.direct is None]
+        others = [one for one in self._keepers if one.direct is None]
         wanted = {
             at
             for at, piece in enumerate(pieces)
             if any(self._lacks(one, page) for one in others for page in one.pieces_of(piece))
         }
-        for one in self.stores:
+        for one in self._keepers:
             if (store := one.direct) is not None:
                 for at, piece in enumerate(pieces):
                     if at not in reserved and self._lacks(one, piece):
@@ -449,7 +450,7 @@ class Shelf:
             Brought(piece, [place], found, bool(reserved))
             for piece, place, found in zip(pieces.values(), sealing.places, sums, strict=True)
         ]
-        for one in self.stores:
+        for one in self._keepers:
             if one.direct is None:
                 self._put(one, brought)
         took = sealing.copies.seconds()

@@ -96,6 +96,8 @@ class Shelved:
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.store = name, store
         self.direct = store if isinstance(store, DirectStore) else None
+        self.keeps = not getattr(store, "is_read_only", False)
+        """Pages are put into the store."""
         self.price = Price(*(LOCAL if store.is_local else DISTANT))
         self.breaker = Breaker()
         self._warnings = RareWarnings(name)
@@ -107,7 +109,7 @@ class Shelved:
         self.reading, self.writing = Lane(f"{name}-get", READERS), Lane(f"{name}-put", WRITERS)
         self.reading_bytes = self.writing_bytes = 0
         self.answer_seconds = FIRST_PATIENCE / PATIENCE
-        """How long the store takes at most, of late, to say what it has."""
+        """The seconds that the store takes at most, of late, to say what it has."""
         self.lock = threading.Lock()
 
     def close(self) -> None:
@@ -132,7 +134,7 @@ class Shelved:
         return piece.heads if piece.heads and self.direct is None else (piece,)
 
     def has(self, name: bytes, now: float) -> bool:
-        """Whether the store probably has a page; in microseconds."""
+        """Returns whether the store probably has a page; in microseconds."""
         if name in self.spoiled:
             return False
         if not self.store.is_local:

@@ -45,7 +45,7 @@ class Store(Protocol):
     it hangs, further pages are skipped. A method that raises counts as a failure for all names, and a store that fails
     three times in 10 s is off for a while.
 
-    A store may also have `evicted`, the pages that made room for others.
+    A store may also have `evicted`, the pages that made room for others, and `is_read_only`: others put pages into it.
     """
 
     @property

@@ -71,7 +71,7 @@ class Arrival:
         self.size = sum(len(page.at) for page in self.pieces)
 
     def by_piece(self, values: Sequence[Value]) -> list[Sequence[Value]]:
-        """What there is for each page of the store, for each piece of the batch."""
+        """Returns the values of each page of the store, for each piece of the batch."""
         counts = [len(self.one.pieces_of(piece)) for _, piece in self.batch]
         ends = [*accumulate(counts)]
         return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
