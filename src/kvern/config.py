@@ -234,6 +234,9 @@ class EngineConfig:
     request_records: bool = True
     """Note for each request what it waited for, its steps and its longest gap: for kvern explain, metrics and the
     access log."""
+    trace_layers: int | None = None
+    """Measure the time of each layer and of its parts in one step of so many, such as 100: in /metrics, /v1/engines and
+    kvern top. None: in none."""
     expert_counts: bool = False
     """Count the tokens of each expert of each layer in /metrics; some models have thousands of experts."""
     seed: int = 0
@@ -247,7 +250,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         sizes = "max_model_len", "kv_cache_tokens", "block_size", "max_batch_requests"
         processes = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
-        for name in ("threads", *processes, "aging_steps", *sizes):
+        for name in ("threads", *processes, "aging_steps", "trace_layers", *sizes):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}: it must be at least 1")

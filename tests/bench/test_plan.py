@@ -350,7 +350,7 @@ def test_this_machine_has_a_card_or_a_processor() -> None:
 def products(config: EngineConfig, dtype: str, kernels: frozenset[str] | None = None) -> list[tuple[str, int]]:
     """Kernels that are called, once each, and their rows, while the CPU is measured."""
     build = host_build(config, dtype, kernels)
-    with captured() as calls:
+    with captured() as (calls, _):
         measured_host(build, 2**12, 64)
     return sorted({(call.name, call.given[4]) for call in calls if call.name != "kvern_pack_linear"})
 

@@ -130,7 +130,10 @@ def told_as(fields: dict[str, Any], required: st.SearchStrategy[Any] = JSON) -> 
 TEXT = st.text(st.characters(), max_size=5)
 OLDEST = told_as({"id": TEXT, "seconds": st.floats(0), "tokens": st.integers()})
 SAID = told_as({"evidence": TEXT, "action": TEXT, "share": st.floats(0, 1)})
+PART = told_as({"part": TEXT, "seconds": st.floats(), "share": st.floats(), "bound_seconds": st.none() | st.floats()})
+STEP = told_as({"step": TEXT, "seconds": st.floats(), "tokens": st.floats(), "parts": st.lists(PART, max_size=2)})
 STATES = {"model": TEXT, "engine": TEXT, "verdict": SAID, "oldest_requests": st.lists(OLDEST), "steps_file": TEXT}
+STATES |= {"step_parts": st.lists(STEP, max_size=2)}
 ENGINES = JSON | st.fixed_dictionaries({"data": st.lists(told_as(STATES), max_size=3) | JSON})
 ANSWERS = st.tuples(VALUES.map(str.encode) | st.binary(), ENGINES.map(json.dumps).map(str.encode) | st.binary())
 

@@ -1,6 +1,7 @@
 """Calls of kernels for CPUs that are captured and made again."""
 
 import threading
+import time
 from collections.abc import Callable
 from itertools import combinations
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvern.cpu.capture import ALIGNMENT, Buffer, Memory, Program, Uncapturable, place
+from kvern.cpu.library import mark
 from kvern.cpu.linear import PackedWeight, gated_linear, linear, pack
 from kvern.cpu.rows import ACTIVATIONS, add, add_norm, scale
 from kvern.cpu.sampling import read_decodes
@@ -145,3 +147,32 @@ def test_buffers_of_the_same_time_are_apart(sizes: list[tuple[int, int, int]]) -
         if one.first <= other.last and other.first <= one.last:
             assert one.offset + one.size <= other.offset or other.offset + other.size <= one.offset
     assert all(buffer.offset % ALIGNMENT == 0 for buffer in buffers)
+
+
+def test_marks_among_the_calls_are_timed_where_they_were_made(threads: None) -> None:
+    memory, model = Memory(), Layers(torch.float32, 3, 2)
+
+    def first() -> tuple[Tensor, ...]:
+        mark(1)
+        (hidden,) = model.first()
+        mark(2)
+        return (hidden,)
+
+    def second(hidden: Tensor) -> tuple[Tensor, ...]:
+        mark(3)
+        scores = linear(hidden, model.weights[0][1], None, torch.float32)
+        mark(4)
+        mark(5)
+        return (scores,)
+
+    program = Program(memory, model, first, second)
+    model.x.fill_(0.5)
+    for stages, expected in (((0, 0), [1, 2, 3]), ((1, 1), [2, 3, 4, 5]), ((0, 1), [1, 2, 3, 4, 5])):
+        plain = [found.clone() for found in program.run(*stages)]
+        before = time.monotonic_ns()
+        found, codes, times = program.run_timed(*stages)
+        assert [*map(torch.equal, found, plain)] == [True] * len(plain)
+        assert codes == expected
+        taken = [before, *times, time.monotonic_ns()]
+        assert taken == sorted(taken)
+    mark(6)  # outside of a capture it is nothing

@@ -20,7 +20,7 @@ TAKEN = "is being taken already"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"user:{KEY}\nadmin:{ADMIN} admin=1\n")
-    with serving(*SMALL, "--api-key-file", str(keys)) as served:
+    with serving(*SMALL, "--api-key-file", str(keys), "--trace-layers", "2") as served:
         yield served
 
 
@@ -152,3 +152,30 @@ def test_the_command_writes_the_trace(server: Served, tmp_path: Path, capsys: py
     for arguments, reason in refused:
         assert main(["profile", *arguments]) == 2
         assert reason in capsys.readouterr().err
+
+
+def test_parts_and_layers_are_events_of_the_trace(server: Served, pool: ThreadPoolExecutor) -> None:
+    asked = waiting(server, pool)
+    answer_of(server)
+    status, trace = asked.result()
+    assert status == 200
+    names = [event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"]
+    for part in ("embedding", "layer 0 mixer", "layer 1 mlp", "head", "sampling"):
+        assert names.count(part) >= 12, part
+
+
+def test_engines_tell_where_the_time_of_a_step_goes(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    answer_of(server)
+    [engine] = server.raw("GET", "/v1/engines", key=ADMIN)[2]["data"]
+    decode = next(kind for kind in engine["step_parts"] if kind["step"] == "decode")
+    assert decode["measured"] > 0 and decode["seconds"] > 0 and decode["tokens"] >= 1
+    parts = {part["part"]: part for part in decode["parts"]}
+    assert {"embedding", "attention", "mlp", "head", "sampling"} <= parts.keys()
+    assert sum(part["share"] for part in parts.values()) == pytest.approx(1.0, abs=0.01)
+    assert parts["mlp"]["bound_seconds"] > 0 and all(seconds > 0 for seconds in decode["layers"])
+    assert server.figure("layer_steps_total", ADMIN, step="decode") >= decode["measured"]
+    assert server.figure("layer_seconds_total", ADMIN, part="mlp") > 0
+    url = server.url.removesuffix("/v1")
+    assert main(["top", "--url", url, "--api-key", ADMIN, "--once", "--interval", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "decode steps of" in shown and "attention" in shown

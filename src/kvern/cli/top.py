@@ -56,6 +56,24 @@ class SaidVerdict(msgspec.Struct):
     share: float = 0.0
 
 
+class SaidPart(msgspec.Struct):
+    """A part of an engine's steps."""
+
+    part: str
+    seconds: float = 0.0
+    share: float = 0.0
+    bound_seconds: float | None = None
+
+
+class SaidStep(msgspec.Struct):
+    """Where the time of an engine's steps of one kind goes."""
+
+    step: str
+    seconds: float = 0.0
+    tokens: float = 0.0
+    parts: list[SaidPart] = []
+
+
 class EngineState(msgspec.Struct):
     """An engine in the answer of /v1/engines."""
 
@@ -63,6 +81,7 @@ class EngineState(msgspec.Struct):
     engine: str = ""
     verdict: SaidVerdict | None = None
     oldest_requests: list[OldRequest] = []
+    step_parts: list[SaidStep] = []
     steps_file: str | None = None
 
 
@@ -182,6 +201,9 @@ class Top:
                         steps.add_row(shown(one, now.told), *row)
         if steps.rows:
             yield steps
+        for one in now.told:
+            for kind in one.step_parts:
+                yield table_of_parts(shown(one, now.told), kind)
 
     def lines(self) -> Iterator[str]:
         """Yields the verdict on each engine."""
@@ -210,6 +232,16 @@ def row_of_steps(steps: Sequence[Step]) -> list[str]:
         f"{sum(step.tokens for step in last) / len(last):.1f}",
         "".join(BARS[int(height * seconds)] for seconds in drawn),
     ]
+
+
+def table_of_parts(name: str, kind: SaidStep) -> Table:
+    """Returns where the time of an engine's steps of one kind goes, the longest part first."""
+    steps = f"{printable(kind.step)} steps of {name}: {1000 * kind.seconds:.2f} ms, {kind.tokens:,.1f} tokens"
+    table = make_table("part", "ms", "share", "bound ms", title=steps)
+    for part in kind.parts:
+        least = "" if part.bound_seconds is None else f"{1000 * part.bound_seconds:.3f}"
+        table.add_row(printable(part.part), f"{1000 * part.seconds:.3f}", f"{part.share:.1%}", least)
+    return table
 
 
 def shown(one: EngineState, told: Sequence[EngineState]) -> str:

@@ -32,6 +32,7 @@ VIEWS = {"__get__", "__getitem__"}
 STRUCTURES = (ctypes.Structure, ctypes.Array)
 
 _replay = function("kvern_replay", POINTER, INTEGER)
+_replay_timed = function("kvern_replay_timed", POINTER, INTEGER, POINTER, INTEGER, POINTER)
 
 
 class Uncapturable(Exception):
@@ -102,7 +103,7 @@ class Program:
     def __init__(self, memory: Memory, kept: Any, *stages: Callable[..., tuple[Tensor, ...]]) -> None:
         self._memory, ends = memory, [0]
         results: list[tuple[Tensor, ...]] = []
-        with captured() as calls, _Allocations() as allocations:
+        with captured() as (calls, self._marks), _Allocations() as allocations:
             for stage in stages:
                 results.append(stage(*(results[-1] if results else ())))
                 ends.append(len(calls))
@@ -141,6 +142,17 @@ class Program:
             self._move(self._memory.bytes)
         _replay(self._calls[self._ends[first]], self._ends[last + 1] - self._ends[first])
         return self._results[last]
+
+    def run_timed(self, first: int, last: int) -> tuple[tuple[Tensor, ...], list[int], list[int]]:
+        """Do as `run`, and take the time at each mark of these stages: also the marks' codes, and nanoseconds."""
+        if self._memory.bytes is not self._within:
+            self._move(self._memory.bytes)
+        begin, end = self._ends[first], self._ends[last + 1]
+        inner = [(place - begin, code) for place, code in self._marks if begin <= place <= end]
+        places = np.array([place for place, _ in inner], dtype=np.int64)
+        times = np.zeros_like(places)
+        _replay_timed(self._calls[begin], end - begin, places.ctypes.data, len(places), times.ctypes.data)
+        return self._results[last], [code for _, code in inner], times.tolist()
 
     def _move(self, memory: Tensor) -> None:
         self._within = memory

@@ -38,8 +38,15 @@ class Call(NamedTuple):
     given: tuple[Any, ...]
 
 
+class Calls(NamedTuple):
+    """The recorded calls, and marks among them: how many calls come before each, and its code."""
+
+    calls: list[Call]
+    marks: list[tuple[int, int]]
+
+
 class _Noted(threading.local):
-    calls: list[Call] | None = None
+    noted: Calls | None = None
 
 
 _noted = _Noted()
@@ -64,8 +71,8 @@ def function(name: str, *takes: Any) -> Callable[..., None]:
             found = getattr(_loaded, name)
             found.argtypes, found.restype = takes, None
             symbol = _symbols[name] = torch.profiler.record_function(name)(found) if _recorded else found
-        if _noted.calls is not None:
-            _noted.calls.append(Call(name, takes, given))
+        if _noted.noted is not None:
+            _noted.noted.calls.append(Call(name, takes, given))
         symbol(*given)
 
     return call
@@ -90,14 +97,19 @@ def is_recorded() -> bool:
 
 
 @contextmanager
-def captured() -> Iterator[list[Call]]:
-    """Records the calls of this thread."""
-    calls: list[Call] = []
-    _noted.calls = calls
+def captured() -> Iterator[Calls]:
+    """Records the calls and marks of this thread."""
+    noted = _noted.noted = Calls([], [])
     try:
-        yield calls
+        yield noted
     finally:
-        _noted.calls = None
+        _noted.noted = None
+
+
+def mark(code: int) -> None:
+    """Marks a place among the calls that are recorded."""
+    if (noted := _noted.noted) is not None:
+        noted.marks.append((len(noted.calls), code))
 
 
 def replayed(name: str) -> int:

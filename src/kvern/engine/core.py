@@ -31,6 +31,7 @@ from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.layer_times import LayerTimes
 from kvern.request.logprobs import LogprobRows
 from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
 from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost
@@ -39,6 +40,7 @@ from kvern.request.weights import WeightsFound, WeightSource, weights_prefix
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.engine.beams import Beams
+    from kvern.engine.layer_seconds import LayerSeconds
     from kvern.planning.estimate import StepFactors
     from kvern.request.step import StepResult
     from kvern.runner.executor import Executor
@@ -64,6 +66,8 @@ class CoreTiming(NamedTuple):
     """Makes, in an idle moment, the estimates of the parts of steps; None: nobody knows how fast this machine is."""
     recorder: Recorder | None = None
     """Makes the records that the last events of answers have; None: they have none."""
+    layers: "LayerSeconds | None" = None
+    """Adds up the times of the parts of steps that are measured; None: none is."""
 
 
 DEFAULT_TIMING = CoreTiming()
@@ -94,6 +98,7 @@ class EngineCore(EngineLoop):
         self._watch = timing.watch
         self._ring = None if timing.watch is None else timing.watch.ring
         self._pace = timing.pace or Pace(clock=timing.clock)
+        self._layers = timing.layers
         self._recorder = timing.recorder
         if self._recorder is not None:
             scheduler.observe(self._recorder)
@@ -137,7 +142,10 @@ class EngineCore(EngineLoop):
     def _divide_steps(self) -> None:
         if self._make_factors is not None:
             make, self._make_factors = self._make_factors, None
-            self._seconds.divide(make())
+            factors = make()
+            self._seconds.divide(factors)
+            if self._layers is not None:
+                self._layers.divide(None if factors is None else factors.bounds)
 
     sleeps = True
 
@@ -152,6 +160,9 @@ class EngineCore(EngineLoop):
     def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""
         return self.executor.count_experts()
+
+    def layer_times(self) -> LayerTimes:
+        return {} if self._layers is None else self._layers.report()
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue what a user asked in one; `progress` says how far an earlier engine brought which answers.
@@ -335,6 +346,8 @@ class EngineCore(EngineLoop):
             self._undo(output)
             raise
         self._seconds.ended()
+        if self._layers is not None:
+            self._layers.ended(self.executor.measured())
         if not output.scheduled and not result.reports and self.scheduler.cache.is_loading:
             self._rest()
         self._pace.ended()
@@ -382,6 +395,8 @@ class EngineCore(EngineLoop):
             self._watch.began(output.request_ids, load.rows, load.reach)
         self._pace.began(load, requests)
         self._seconds.began(load, self.scheduler.blocked)
+        if self._layers is not None:
+            self._layers.began(output.step, load)
         if self._recorder is not None:
             self._recorder.began(load.prompt > 0)
         if self.drafting is not None:
@@ -393,6 +408,8 @@ class EngineCore(EngineLoop):
         self._in_flight.clear()
         self._pace.forget()
         self._seconds.forget()
+        if self._layers is not None:
+            self._layers.forget()
         if self._watch is not None:
             self._watch.forget()
         if self.drafting is not None:

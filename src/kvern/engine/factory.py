@@ -19,6 +19,7 @@ from kvern.drafting.models.choice import draft_folder
 from kvern.drafting.proposer import PROPOSERS
 from kvern.engine.core import CoreTiming, EngineCore
 from kvern.engine.image_pool import image_pool, vision_here
+from kvern.engine.layer_seconds import LayerSeconds
 from kvern.engine.loop import EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
@@ -29,6 +30,7 @@ from kvern.engine.step_baseline import step_times
 from kvern.engine.step_drift import StepDrift
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import ConfigError, KvernError
+from kvern.models.fallback.spec import TransformersSpec
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.runner.device import resolve_device
@@ -99,6 +101,7 @@ def build_core(
         from kvern.runner.ranks.rank_limits import check_ranks
 
         check_ranks(config, folder, spec)
+    check_layer_times(config, spec)
     if spec.encoder is not None:
         from kvern.engine.encoder_core import EncoderCore
         from kvern.engine.picture_queue import PictureQueue
@@ -127,9 +130,15 @@ def build_core(
     with startup.stage("pace"):
         pace = make_pace(config, folder, executor, layout, streams)
     executor.begin_counting()
-    timing = CoreTiming(pace, watch, factors=factors_of_steps(config, folder, layout), recorder=make_recorder(config))
-    core = EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, timing)
-    return core, spec, layout
+    timing = make_timing(config, folder, spec, layout)._replace(pace=pace, watch=watch)
+    return EngineCore(scheduler, executor, layout.depth, folder, prepares, drafting, timing), spec, layout
+
+
+def make_timing(config: EngineConfig, folder: Path, spec: ModelSpec, layout: Layout) -> CoreTiming:
+    """Returns what notes the time of steps and requests."""
+    layers = None if config.trace_layers is None else LayerSeconds(config.trace_layers, spec)
+    factors = factors_of_steps(config, folder, layout)
+    return CoreTiming(factors=factors, recorder=make_recorder(config), layers=layers)
 
 
 def factors_of_steps(config: EngineConfig, folder: Path, layout: Layout) -> "Callable[[], StepFactors | None]":
@@ -150,6 +159,21 @@ def factors_of_steps(config: EngineConfig, folder: Path, layout: Layout) -> "Cal
             return None
 
     return found
+
+
+def check_layer_times(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError if the layers of a model cannot be measured."""
+    if config.trace_layers is None:
+        return
+    reason = ""
+    if spec.encoder is not None:
+        reason = f"{spec.model_type} is an encoder, which computes texts whole"
+    elif isinstance(spec, TransformersSpec):
+        reason = f"transformers computes {spec.model_type}, and tells nothing of its layers"
+    elif config.enable_dp_attention:
+        reason = "with enable_dp_attention each rank computes other steps"
+    if reason:
+        raise ConfigError(f"trace_layers is {config.trace_layers}, and {reason}: leave it out")
 
 
 def usable_tiers(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

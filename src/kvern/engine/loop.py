@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvern.errors import ConfigError, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.layer_times import LayerTimes
 from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.request.weights import WeightsFound, WeightSource
 
@@ -54,6 +55,10 @@ class EngineLoop(ABC):
     def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""
         return list
+
+    def layer_times(self) -> LayerTimes:
+        """The times of the parts of measured steps, if there are new ones; else nothing."""
+        return {}
 
     def spare_seconds(self) -> float:
         """Returns how long the next step can wait for further requests while the device computes another."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvern.device import marks
 from kvern.layers.block import Places, Residual, SequentialLayer
 from kvern.layers.build import Build
 from kvern.layers.embedding import LookupTable, ShortTable
@@ -56,6 +57,7 @@ class AugmentedLayer(SequentialLayer):
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
         attended: Tensor = self.attention_out(self.mix(normal, step))
+        marks.begin(marks.MLP)
         hidden, normal = self.mlp_in.after(rows_of(hidden, step.wanted), attended)
         fed: Tensor = self.mlp(normal, step.adapters.wanted)
         if self.experts is not None:
@@ -189,6 +191,7 @@ class AltUpLayer(AugmentedLayer):
         attended: Tensor = self.attention_out(self.mix(normal, step))
         predicted, normal = rows_of(predicted, wanted), rows_of(normal, wanted)
         computed = (predicted[:, 0] + attended + self.laurel(normal, adapters.wanted)).mul_(0.5**0.5)
+        marks.begin(marks.MLP)
         computed = computed + self.mlp_out(self.mlp(self.mlp_in(computed), adapters.wanted))
         corrected = self.altup.correct(predicted, computed, adapters.wanted)
         first = corrected[:, 0] * self.altup.output_scale.weight

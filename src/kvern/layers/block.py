@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 from torch import Tensor
 
+from kvern.device import marks
 from kvern.errors import UnsupportedModel
 from kvern.layers.attention import Attention, fuses_norm
 from kvern.layers.build import Build
@@ -108,6 +109,7 @@ class SequentialLayer(Module):
     def after_mixer(self, hidden: Tensor, mixed: Tensor, step: StepContext) -> Residual:
         """The rest of the layer, row by row: `hidden [S, hidden]` is the residual, `mixed` the result of the mixer."""
         attended: Tensor = self.attention_out(mixed)
+        marks.begin(marks.MLP)
         hidden, normal = self.mlp_in.after(hidden, self._scaled(attended))
         return hidden, self._scaled(self.mlp_out(self.mlp(normal, step.adapters.wanted)))
 
@@ -137,6 +139,7 @@ class MlpLayer(SequentialLayer):
     """The MLP alone."""
 
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
+        marks.begin(marks.MLP)
         hidden, update = joined(hidden, update)
         update = None if update is None else rows_of(update, step.wanted)
         hidden, normal = self.mlp_in.after(rows_of(hidden, step.wanted), update)
@@ -149,6 +152,7 @@ class ParallelLayer(SequentialLayer):
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
         attended: Tensor = self.mix(normal, step)
+        marks.begin(marks.MLP)
         hidden = rows_of(hidden, step.wanted)
         return hidden, self._add(attended, self.mlp(self.mlp_in(hidden), step.adapters.wanted))
 
@@ -159,6 +163,7 @@ class SharedNormLayer(SequentialLayer):
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         hidden, normal = self.attention_in.after(hidden, update)
         attended: Tensor = self.mix(normal, step)
+        marks.begin(marks.MLP)
         return rows_of(hidden, step.wanted), self._add(
             attended, self.mlp(rows_of(normal, step.wanted), step.adapters.wanted)
         )
@@ -170,6 +175,7 @@ class PostNormLayer(SequentialLayer):
     def forward(self, hidden: Tensor, update: Update, step: StepContext) -> Residual:
         attended: Tensor = self.mix(hidden, step)
         _, hidden = self.attention_out.after(rows_of(hidden, step.wanted), attended)
+        marks.begin(marks.MLP)
         _, hidden = self.mlp_out.after(hidden, self.mlp(hidden, step.adapters.wanted))
         return hidden, None
 

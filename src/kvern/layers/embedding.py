@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvern.device import marks
 from kvern.layers.build import Build
 from kvern.layers.linear import Linear, Weighted
 from kvern.layers.linear_format import LinearFormat
@@ -76,6 +77,7 @@ class Embedding(Weighted):
         return stored.embedding(shape, build)
 
     def forward(self, ids: Tensor) -> Tensor:
+        marks.begin(marks.EMBEDDING)
         embedded = self.method.embed(ids)
         return embedded if self.scale == 1.0 else self._multiply(embedded, self.scale)
 
@@ -90,6 +92,7 @@ class SharedEmbedding(Embedding):
         self._held_ids, self._ranks = padded.share.held, build.ranks
 
     def forward(self, ids: Tensor) -> Tensor:
+        marks.begin(marks.EMBEDDING)
         embedded = self._ranks.sum(self.method.embed_share(ids, self._held_ids))
         return embedded if self.scale == 1.0 else self._multiply(embedded, self.scale)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from kvern.device import marks
 from kvern.kernels.linear import Around
 from kvern.kernels.quantize_rows import RowCodes
 from kvern.layers.attention import Attention
@@ -76,6 +77,7 @@ class FusedLayer(SequentialLayer):
             qkv = qkv_product(normal)
         attended = self.self_attn.attended(qkv, step)
         hidden = output_product(attended, around=Around(residual=hidden))
+        marks.begin(marks.MLP)
         norm, activation = self.mlp_in, self._activation
         if activation is None:
             return hidden, self.mlp(norm(hidden))
@@ -90,7 +92,9 @@ class FusedLayer(SequentialLayer):
         qkv_product, output_product, *mlp_products = products
         hidden, normal = self.attention_in.after(hidden, update)
         attended = self.self_attn.attended(qkv_product(normal), step)
-        hidden, normal = self.mlp_in.after(hidden, output_product(attended))
+        added = output_product(attended)
+        marks.begin(marks.MLP)
+        hidden, normal = self.mlp_in.after(hidden, added)
         if self._activation is None:
             return hidden, self.mlp(normal)
         gate_up_product, down_product = mlp_products
@@ -102,6 +106,7 @@ class FusedLayer(SequentialLayer):
         attention = self.self_attn
         hidden, normal = self.attention_in.before(qkv, hidden, update)
         attended = attention.o_proj(attention.attended(attention.qkv_proj(normal), step))
+        marks.begin(marks.MLP)
         hidden, normal = self.mlp_in.before(gate_up, rows_of(hidden, step.wanted), attended)
         return hidden, self.mlp(normal)
 
@@ -117,6 +122,7 @@ class FusedLayer(SequentialLayer):
         first, second = halves(attention.attended(self._qkv_of_halves(norms, hidden, update), step))
         norms.begin(0, attention.o_proj(first))
         summand = attention.o_proj(second)
+        marks.begin(marks.MLP)
         norms.norm(0, rows[0], weight, norm.epsilon)
         norms.begin(1, summand)
         activated = mlp.activated(coded(norms.normal(0, len(rows[0])), method))

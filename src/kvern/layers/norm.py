@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvern.device import marks
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.halves import Update, joined
 from kvern.layers.linear_method import LinearMethod
@@ -113,7 +114,10 @@ class Norm(NormWeights):
             hidden, update = joined(hidden, update)
             peers = self._ranks.peers
             if update is not None and peers is not None and peers.takes(update):
-                return hidden, peers.sum_norm(update, hidden, self.kernel_weight, self.epsilon)
+                outer = marks.enter(marks.COLLECTIVES)
+                normal = peers.sum_norm(update, hidden, self.kernel_weight, self.epsilon)
+                marks.begin(outer)
+                return hidden, normal
             update = None if update is None else self._ranks.sum(update)
         return self._compute(self, hidden, update)
 
@@ -127,7 +131,10 @@ class Norm(NormWeights):
         if self._ranks is not None and update is not None:
             peers = self._ranks.peers
             if peers is not None and peers.takes(update):
-                return hidden, peers.sum_codes(update, hidden, self.kernel_weight, self.epsilon, coding)
+                outer = marks.enter(marks.COLLECTIVES)
+                codes = peers.sum_codes(update, hidden, self.kernel_weight, self.epsilon, coding)
+                marks.begin(outer)
+                return hidden, codes
             update = self._ranks.sum(update)
         return hidden, self._coded(hidden, update, self.weight, self.epsilon, coding)
 

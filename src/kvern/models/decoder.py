@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from kvern.device import marks
 from kvern.errors import UnsupportedModel
 from kvern.layers.block import Places, Residual, SequentialLayer, block_class, sums_late
 from kvern.layers.build import Build
@@ -196,6 +197,7 @@ class Decoder(WeightedModel):
         for place, (layer, layer_step) in enumerate(zip(self.layers, steps, strict=True), first):
             if taps is not None and place in taps.entries:
                 hidden, update = self._note(taps, place, hidden, update)
+            marks.begin_layer(place)
             hidden, update = layer(hidden, update, layer_step)
             if embedded is not None:
                 hidden = embedded.deepened(place, hidden, layer_step.wanted)
@@ -206,6 +208,7 @@ class Decoder(WeightedModel):
     def _finish(self, hidden: Tensor, update: Update, taps: LayerInputs | None) -> Tensor:
         """The normalized states, or the rows for the next stage with the layer inputs that it needs."""
         stage = self.build.ranks.stage
+        marks.begin(marks.HEAD if stage.is_last else marks.OTHER)
         last = stage.first_layer + len(self.layers)
         if taps is not None and stage.is_last and last in taps.entries:
             hidden, update = self._note(taps, last, hidden, update)

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvern.observe.engine_time import EngineTime
+from kvern.observe.step_parts import StepParts
 from kvern.plugins import imported
 from kvern.request.events import EngineStatistics
 from kvern.request.outputs import RequestOutput
@@ -266,6 +267,8 @@ class Metrics:
         self.registry.register(self.stores)
         self.time = EngineTime(self._labels)
         self.registry.register(self.time)
+        self.layers = StepParts(self._labels)
+        self.registry.register(self.layers)
         self._finished = self._family(Counter, "request_success", "Answers that ended, by reason.", "finished_reason")
 
     def watch_gpu(self, uuid: str) -> None:
@@ -333,6 +336,7 @@ class Metrics:
         self.experts.restarted()
         self.stores.restarted()
         self.time.restarted()
+        self.layers.restarted()
 
     def first_token(self, seconds: float) -> None:
         """Records the seconds from a request to its first token."""

@@ -175,6 +175,68 @@ class StepFactors:
     card: Card
     read: float = READ
     computed: float = COMPUTED
+    bounds: "PartBounds | None" = None
+
+
+PARTS_OF_STEPS = {
+    "attention": "attention",
+    "indexer": "attention",
+    "delta net": "recurrent",
+    "Mamba": "recurrent",
+    "short convolution": "recurrent",
+    "MLP": "mlp",
+    "experts": "experts",
+    "routers": "experts",
+    "shared expert": "experts",
+    "output layer": "head",
+    "embeddings": "head",
+}
+"""The parts of steps that read weights, by the beginnings of their kinds; embeddings may be the head, too."""
+
+
+@dataclass(frozen=True)
+class PartBounds:
+    """The least seconds of the parts of steps: with all of a card's bandwidth, or all of its rate.
+
+    `token_bytes`: of keys and values of a token on each card.
+    """
+
+    model: Model
+    card: Card
+    split: Split
+    token_bytes: float
+
+    def least(self, rows: int, prompt: int, keys: int, pairs: float) -> dict[str, float]:
+        """Returns the bounds of the parts that have one, of a step as `StepLoad` describes it."""
+        model = self.model
+        split = self.split
+        card = self.card
+        sums: dict[str, tuple[float, float]] = {}
+        for share in model.shares:
+            part = next((name for kind, name in PARTS_OF_STEPS.items() if share.kind.startswith(kind)), None)
+            if part is None or (share.kind.startswith("embeddings") and share.kind != "embeddings"):
+                continue
+            count = max(rows - prompt, 1) if part == "head" else rows
+            read, computed = sums.get(part, (0.0, 0.0))
+            read += _read_part(model, share, split, count) * share.nbytes
+            sums[part] = (
+                read,
+                computed + _computed_part(model, share, split, count) * count * model.operations(share) / card.rate,
+            )
+        found = {part: max(read / card.bandwidth, computed) for part, (read, computed) in sums.items()}
+        attentions = model.spec.attentions
+        weights = found.pop("attention", 0.0)
+        numbers = sum(item.stored * item.kv_heads * item.head_dim for item in attentions)
+        for item in attentions:
+            part = "window" if item.window else "attention"
+            seen = min(keys, (rows - prompt) * item.window) if item.window else keys
+            read = self.token_bytes * item.stored * item.kv_heads * item.head_dim / (numbers or 1) * seen
+            multiplied = 4 * item.heads * item.head_dim * pairs / split.tensor
+            seconds = weights / len(attentions) + read / card.bandwidth + multiplied / card.rate
+            found[part] = found.get(part, 0.0) + seconds
+        if split.tensor > 1:
+            found["collectives"] = _all_reduced(model, card, split, rows)
+        return {part: seconds for part, seconds in found.items() if seconds}
 
 
 def splits(cards: int, model: Model) -> Iterator[Split]:
@@ -254,6 +316,7 @@ def step_factors(model: Model, card: Card, split: Split, token_bytes: float) -> 
         sum_row=_moved(model, card, split, 1) - sums,
         overhead=0.0 if card.host else len(model.spec.layers) * card.overhead,
         card=card,
+        bounds=PartBounds(model, card, split, token_bytes),
     )
 
 

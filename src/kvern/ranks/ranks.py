@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvern.device import marks
 from kvern.device.transfer import upload
 from kvern.ranks.stages import WHOLE, Stage
 
@@ -195,11 +196,15 @@ class Ranks:
         """The sum of what all ranks have, on each of them, in the same order of additions; `x` may be overwritten."""
         if self.size == 1:
             return x
+        outer = marks.enter(marks.COLLECTIVES)
         if self._memory is not None:
-            return self._memory.sum(x)
-        if self.peers is not None and self.peers.takes(x):
-            return self.peers.sum(x)
-        return self.group_sum(x)
+            x = self._memory.sum(x)
+        elif self.peers is not None and self.peers.takes(x):
+            x = self.peers.sum(x)
+        else:
+            x = self.group_sum(x)
+        marks.begin(outer)
+        return x
 
     def group_sum(self, x: Tensor) -> Tensor:
         """The sum through NCCL or gloo, whatever `x` is."""
@@ -216,9 +221,13 @@ class Ranks:
     def beside(self, x: Tensor, width: int | None = None) -> Tensor:
         """`x [N, columns]` of all ranks side by side, on each of them: `[N, width]`, the first columns, or all."""
         width = x.shape[1] * self.size if width is None else width
+        outer = marks.enter(marks.COLLECTIVES)
         if self._memory is not None:
-            return self._memory.beside(x, width)
-        return torch.cat(self._parts(x), -1)[:, :width].contiguous()
+            whole = self._memory.beside(x, width)
+        else:
+            whole = torch.cat(self._parts(x), -1)[:, :width].contiguous()
+        marks.begin(outer)
+        return whole
 
     def numbers(self, *numbers: int) -> list[list[int]]:
         """The numbers of each rank, on each of them; the host waits for the others, and no device does."""
@@ -232,11 +241,15 @@ class Ranks:
 
     def gather(self, x: Tensor) -> Tensor:
         """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""
+        outer = marks.enter(marks.COLLECTIVES)
         if self._memory is not None:
-            return self._memory.beside(x.view(1, -1), self.size * x.numel()).view(-1, x.shape[1])
-        if self.exchange is not None and self.exchange.takes(x, len(x)):
-            return self.exchange.gather(x)
-        return self.group_gather(x)
+            rows = self._memory.beside(x.view(1, -1), self.size * x.numel()).view(-1, x.shape[1])
+        elif self.exchange is not None and self.exchange.takes(x, len(x)):
+            rows = self.exchange.gather(x)
+        else:
+            rows = self.group_gather(x)
+        marks.begin(outer)
+        return rows
 
     def group_gather(self, x: Tensor) -> Tensor:
         """The rows of all ranks through NCCL or gloo, whatever `x` is."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvern.attention.compiled import CompiledAttention
 from kvern.cpu.attention import Step
 from kvern.cpu.capture import Memory, Program, capture
-from kvern.cpu.library import is_recorded
+from kvern.cpu.library import is_recorded, mark
 from kvern.cpu.sampling import RowSampler, read_decodes
+from kvern.device import marks
 from kvern.device.rows import BatchRows
 from kvern.layers.embedding import LookupTable
 from kvern.layers.rope import positions_alone
@@ -136,6 +137,7 @@ class CapturedDecodes:
             decodes = _Decodes(len(slots), self._table)
         decodes.slots[:], decodes.starts[:] = slots, starts
         if decodes.program is None:
+            marks.is_unusual()
             following = torch.tensor(slots), torch.tensor(starts) + 1
             drafts = self._rows.tokens[following]  # what is captured is computed, too, and written in their place
             try:
@@ -181,11 +183,14 @@ class CapturedDecodes:
             return states, scores, following, *(() if told is None else (told.rows(),))
 
         def choose(hidden: Tensor, logits: Tensor, following: Tensor, *told: Tensor) -> tuple[Tensor, ...]:
+            marks.begin(marks.SAMPLING)
             chosen = sampler.sample(logits, requests[0], following)
             sampler.write(requests[0], following, chosen)
+            marks.begin(marks.OTHER)
             return (chosen,)
 
-        return Program(self._memory, (steps, requests, looked_up), read, score, choose)
+        with marks.listened(marks.Marks(mark)):
+            return Program(self._memory, (steps, requests, looked_up), read, score, choose)
 
 
 _READ, _SCORE, _CHOOSE = range(3)
@@ -215,4 +220,9 @@ class _Decodes:
     def run(self, first: int, last: int) -> tuple[Tensor, ...]:
         """Run the stages from `first` to `last`; returns the results of the last one."""
         assert self.program is not None
-        return self.program.run(first, last)
+        heard = marks.listener()
+        if not isinstance(heard, marks.TimedMarks):
+            return self.program.run(first, last)
+        results, codes, times = self.program.run_timed(first, last)
+        heard.add(codes, times)
+        return results

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvern.config import EngineConfig
 from kvern.plugins import imported
 from kvern.ranks.ranks import ALONE, Ranks
+from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult, StepTooLarge
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.device import resolve_device
@@ -103,6 +104,10 @@ class Executor:
     def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert has had in all steps so far; what is returned may wait for them."""
         return self._worker.count_experts()
+
+    def measured(self) -> list[MeasuredStep]:
+        """The times of steps that were measured since the last call."""
+        return [] if self._worker.times is None else self._worker.times.take()
 
     def prepare(self, grammar: str) -> "Future[None] | None":
         """Begin to make what following this grammar needs; None: it is there."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvern.drafting.models.head import DraftHead
     from kvern.drafting.models.medusa_heads import MedusaHeads
     from kvern.runner.cached_model import EmbeddingSource, RowStates
+    from kvern.runner.layer_times import StepClock
     from kvern.runner.processor_rows import ProcessorRows
     from kvern.spec.vision import VisionSpec
     from kvern.structured.masks import GrammarRows
@@ -61,6 +62,8 @@ class LoadedModel:
     """The ranks that compute the model together."""
     images: "Callable[[int], EmbeddingSource] | None" = None
     """Makes the source of rows of images for a batch of so many rows; None: the model reads none here."""
+    times: "StepClock | None" = None
+    """Measures the parts of some steps; None: nobody asks, or another rank does."""
 
 
 class Runner(Protocol):

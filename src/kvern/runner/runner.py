@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvern.device import marks
 from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.drafting.device.drafter import ComputedStep, Drafter
@@ -46,13 +47,21 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, "StateMemory"
     ) -> None:
         super().__init__(model, loaded, drafter)
         self._sampling, self._captured = sampling, captured
+        self._times = loaded.times
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens and sample where the scheduler says so."""
+        if self._times is None or not self._times.is_due(output):
+            return self._step(output)
+        with self._times.of_host(output):
+            return self._step(output)
+
+    def _step(self, output: SchedulerOutput) -> StepResult:
         if output.changes_rows:
             with torch.inference_mode():
                 self._change_rows(output)
         step = self._decode(output.scheduled) or self._compute(output.scheduled)
+        marks.begin(marks.OTHER)
         self._ranks.check()
         return step
 
@@ -155,6 +164,7 @@ class ModelRunner(StepRunner[LanguageModel, InputBatch, BatchRows, "StateMemory"
         drafted: bool,
     ) -> PendingStep:
         """Sample and write what follows. `drafted`: some tokens may be drafts, or are to be guessed."""
+        marks.begin(marks.SAMPLING)
         rows = self._rows
         slots = scored.slots
         index = scored.index

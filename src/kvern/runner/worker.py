@@ -39,6 +39,7 @@ from kvern.runner.device import (
     check_states,
 )
 from kvern.runner.kernel_choice import settle_threads, usable_kernels
+from kvern.runner.layer_times import step_clock
 from kvern.runner.loaded_model import VISION_KERNELS, Draft, LoadedModel, Runner, StepBackend, Stored
 from kvern.runner.memory import DeviceMemory, report_groups
 from kvern.runner.plan import (
@@ -115,6 +116,7 @@ class Worker:
         processes = processes_here(ranks.processes * config.data_parallel_size)
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
         self._store: AdapterStore | None = None
+        self.times = step_clock(config, ranks)
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
 
     def probe(self) -> ProbedDevice:
@@ -205,16 +207,8 @@ class Worker:
             settle_threads(config, plan, model, *(() if self._tower is None else (self._tower,)))
         processors = self._make_processors(plan) if config.logits_processors else None
         draft = None if self._draft is None else self._load_draft(self._draft, plan, model)
-        self._loaded = LoadedModel(
-            model,
-            lambda: self.grammars,
-            processors,
-            adapters,
-            self._store,
-            draft=draft,
-            ranks=self._ranks,
-            images=images,
-        )
+        given = model, lambda: self.grammars, processors, adapters, self._store
+        self._loaded = LoadedModel(*given, draft=draft, ranks=self._ranks, images=images, times=self.times)
         if config.rebalance_seconds:
             self._ranks.of_experts.hand_once(self.device)
         if config.kv_cache_dtype not in EIGHT_BIT:

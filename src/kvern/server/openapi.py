@@ -98,7 +98,9 @@ RECORDS = {
     "conversation": "id!=text",
     "text_object": "text!=name",
     "engine": "model!=text engine!=text ready!=bool",
-    "engine_state": "model!=text engine!=text ready!=bool verdict=verdict? oldest_requests!=[object] steps_file=text?",
+    "engine_state": "model!=text engine!=text ready!=bool verdict=verdict? step_parts!=[parts] "
+    "oldest_requests!=[object] steps_file=text?",
+    "parts": "step!=/decode/prompt measured!=int tokens!=number seconds!=number parts!=[object] layers!=[number]",
     "verdict": "cause!=text share!=number evidence!=text action!=text",
     "ollama_options": "*ollama_sampling num_predict=int? repeat_penalty=number?",
     "ollama_model": "model!=text name!=text",

@@ -407,6 +407,7 @@ class Service:
                         "engine": replica.name,
                         "ready": ready,
                         "verdict": verdict and {**verdict._asdict(), "share": round(verdict.share, 3)},
+                        "step_parts": replica.metrics.layers.recent(),
                         "oldest_requests": [generation.told(now) for generation in oldest],
                         "steps_file": (replica.supervisor.link.ready.steps_file or None) if ready else None,
                     }

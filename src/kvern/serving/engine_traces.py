@@ -103,7 +103,7 @@ class StepTraces:
         stack = ExitStack()
         try:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            self._running = stack, stack.enter_context(profiled([HOST, DEVICE] if on_gpu else [HOST]))
+            self._running = stack, stack.enter_context(profiled([HOST, DEVICE] if on_gpu else [HOST], parts=True))
         except Exception as error:  # such as another profiler's that has the card
             logger.exception("no trace can be taken")
             self._left, self._error = 0, f"PyTorch's profiler does not start: {in_a_line(error)}"

@@ -266,7 +266,7 @@ def serve(
         now = time.monotonic()
         rests = worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
-            told = Events(events, core.statistics(), now - started, traces.silence(watch))
+            told = Events(events, core.statistics(), now - started, traces.silence(watch), core.layer_times())
             if experts is not None:
                 told.expert_tokens = experts.due(rests, now)
             socket.send(encode(told))

@@ -117,6 +117,8 @@ class Replica:
             self.metrics.step(message.statistics, message.seconds)
             if message.expert_tokens:
                 self.metrics.experts.count(message.expert_tokens)
+            if message.layer_times:
+                self.metrics.layers.hear(message.layer_times)
             self.workload.deliver(message.events)
         self._recovery.heard()
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.layer_times import LayerTimes
 from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.spec.facts import ModelFacts
@@ -179,6 +180,8 @@ class Events(WireMessage):
     seconds: float
     silence: float = 0.0
     """See `Busy`."""
+    layer_times: LayerTimes = {}
+    """The times of the parts of measured steps, if there are new ones."""
     expert_tokens: list[list[int]] = []
     """The tokens of each expert of each layer, sent occasionally if wanted."""
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from kvern.device import marks
 from kvern.device.transfer import upload
 from kvern.models.decoder import LayerInputs
 from kvern.ranks.ranks import ALONE, Ranks
@@ -197,7 +198,10 @@ class GuardedDrafter:
         """Draft for a step of which something `is_asked`."""
         begun = self.clock()
         if self._drafter is not None and self.is_asked(step.scheduled):
-            self._attempt(self._drafter.draft, step)
+            marks.begin(marks.DRAFTING)
+            with marks.listened(None):  # to the drafter's own parts
+                self._attempt(self._drafter.draft, step)
+            marks.begin(marks.OTHER)
         self.seconds = self.clock() - begun
 
     def _attempt(self, call: Callable[[Asked], None], asked: Asked) -> None:

@@ -15,6 +15,7 @@ from kvern.models.loader import outline_model
 from kvern.models.stages import divide
 from kvern.ranks.lost_ranks import Release
 from kvern.ranks.ranks import DPAttention, Ranks
+from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.device import resolve_device
@@ -39,6 +40,7 @@ from kvern.runner.ranks.rank_wire import (
     IsReady,
     LeaveMemory,
     LoadWeights,
+    Measured,
     PlaceExperts,
     RankMessage,
     ReadWeights,
@@ -70,6 +72,8 @@ class RankedExecutor(Executor):
         self._ranks = ranks
         self._found: list[WeightsFound] = []
         """The findings of ranks about the newest weights."""
+        self._measured: list[MeasuredStep] = []
+        """The measurements of earlier stages."""
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         self._announce(output)
@@ -148,9 +152,7 @@ class RankedExecutor(Executor):
 
     def weights_found(self) -> WeightsFound | None:
         """The result of reading new weights, once all ranks have said it: a fault of any is that of all."""
-        for said in self._others.watched()(self._others.come)():
-            if isinstance(said, FoundWeights) and said.version == self.weights.version:
-                self._found.append(said.found)
+        self._hear()
         if (own := super().weights_found()) is not None:
             self._found.append(own)
         if len(self._found) < self._ranks.processes:
@@ -159,6 +161,20 @@ class RankedExecutor(Executor):
         if len({(one.error, one.stamp) for one in found}) > 1 and all(one.error is None for one in found):
             return WeightsFound("the files of the weights have changed while they were read: write them before")
         return next((one for one in found if one.error is not None), found[-1])
+
+    def _hear(self) -> None:
+        """Take what other ranks have said."""
+        for said in self._others.watched()(self._others.come)():
+            if isinstance(said, FoundWeights) and said.version == self.weights.version:
+                self._found.append(said.found)
+            elif isinstance(said, Measured):
+                self._measured.append(MeasuredStep(said.step, said.seconds, is_whole=False))
+
+    def measured(self) -> list[MeasuredStep]:
+        if self._ranks.stage.count > 1:
+            self._hear()
+        others, self._measured = self._measured, []
+        return [*super().measured(), *others]
 
     def take_weights(self) -> None:
         self._on_all(TakeWeights(), super().take_weights)

@@ -48,6 +48,7 @@ from kvern.runner.ranks.rank_wire import (
     IsReady,
     LeaveMemory,
     LoadWeights,
+    Measured,
     PlaceExperts,
     ReadWeights,
     RunStep,
@@ -152,6 +153,8 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 in_flight.append(execute(output))
                 if len(in_flight) >= rank.layout.depth:
                     in_flight.popleft().result()
+                for step, seconds in measured(rank):
+                    socket.send(encode(Measured(step, seconds)))
             case ForgetSteps():
                 in_flight.clear()
                 runner.abandon()
@@ -181,6 +184,14 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 weights.take()
             case DropWeights():
                 weights.drop()
+
+
+def measured(rank: Rank) -> list[tuple[int, dict[int, float]]]:
+    """The steps that were measured, of the first rank of an earlier stage: those of the last measure themselves."""
+    times = rank.worker.times
+    if times is None:
+        return []
+    return [(one.step, dict(one.seconds)) for one in times.take()]
 
 
 def _end_with(parent: int, address: str) -> None:

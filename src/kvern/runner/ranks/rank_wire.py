@@ -167,6 +167,13 @@ class FoundWeights(RankMessage):
     found: WeightsFound
 
 
+class Measured(RankMessage):
+    """The seconds of the parts of a stage in a step, by the codes of `device/marks.py`."""
+
+    step: int
+    seconds: dict[int, float]
+
+
 class IsHere(RankMessage):
     """The rank runs, and its messages arrive."""
 
@@ -222,5 +229,5 @@ decode_for_rank = msgspec.msgpack.Decoder(
     | DropWeights
 ).decode
 decode_for_first = msgspec.msgpack.Decoder(
-    IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | FoundWeights | Failed
+    IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | FoundWeights | Measured | Failed
 ).decode
