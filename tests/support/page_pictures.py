@@ -1,21 +1,27 @@
-"""Takes the pictures of the chat page that the documentation shows: python -m tests.support.page_pictures
+"""Takes the documentation's pictures of the chat page and `kvern top`: python -m tests.support.page_pictures
 
 With the folder of a model of `training.pictures` it takes that of a conversation about a picture, which it answers.
 """
 
 import io
 import json
+import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 from training.draw import Draw
 from training.pictures import FIRST, Scene, is_new, paint
 
+from kvern.cli.remote import RemoteServer
+from kvern.cli.top import Top
 from tests.support.chat_page import ARGUMENTS, CHROMIUM, address, ask, opened, say
-from tests.support.served import Served, serving
+from tests.support.served import PATIENCE, Served, serving
 
 IMAGES = Path(__file__).parents[2] / "docs/images"
 DESKTOP: Any = {"viewport": {"width": 1200, "height": 880}}
@@ -82,6 +88,18 @@ def busy(server: Served) -> None:
                 assert status == 200
 
 
+def picture_of_top(server: Served) -> None:
+    """What `kvern top` shows of a server that works, without the fonts of others."""
+    top = Top(RemoteServer(address(server).rstrip("/"), timeout=PATIENCE))
+    while "tokens" not in "".join(top.lines()) and "requests a step" not in "".join(top.lines()):
+        time.sleep(1)
+        top.look()
+    console = Console(record=True, file=io.StringIO(), width=104, markup=False, highlight=False)
+    console.print(*top.tables(), *top.lines(), sep="")
+    form = re.sub(r"@font-face {{.*?}}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    console.save_svg(str(IMAGES / "kvern-top.svg"), title="kvern top", code_format=form, unique_id="top")
+
+
 def pictures(browser: Browser, server: Served) -> None:
     with opened(browser, color_scheme="light", **DESKTOP) as context:
         page = context.new_page()
@@ -91,7 +109,10 @@ def pictures(browser: Browser, server: Served) -> None:
         page.emulate_media(color_scheme="dark")
         page.get_by_role("tab", name="Engine").click()
         expect(page.locator(".chart")).to_have_count(10)
-        busy(server)
+        with ThreadPoolExecutor() as pool:
+            works = pool.submit(busy, server)
+            picture_of_top(server)
+            works.result()
         page.wait_for_timeout(2500)  # two more readings
         take(page, "chat-page-engine")
     with opened(browser, color_scheme="light", **PHONE) as context:
