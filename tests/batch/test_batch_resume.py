@@ -158,6 +158,7 @@ def wait_for_rows(process: "subprocess.Popen[str]", path: Path, count: int) -> N
         raise AssertionError(f"ended too early: {process.communicate()}")
 
 
+NIGHTLY = pytest.mark.nightly
 LONG_ROWS = [{"prompt": f"the fox {index}", "max_tokens": 10 if index < 50 else 120} for index in range(100)]
 """The first are done soon, and a job that has done them has much to do yet."""
 
@@ -184,9 +185,14 @@ def finish(start: Start, output: str) -> str:
     return shown
 
 
-@pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out.parquet", marks=pytest.mark.nightly)])
-def test_a_killed_job_goes_on_to_the_same_file(start: Start, whole: Path, tmp_path: Path, output: str) -> None:
-    for target in (10, 40):
+@pytest.mark.parametrize(
+    ("output", "rows"),
+    [("out.jsonl", [20]), *(pytest.param(f"out.{kind}", [10, 40], marks=NIGHTLY) for kind in ("jsonl", "parquet"))],
+)
+def test_a_killed_job_goes_on_to_the_same_file(
+    start: Start, whole: Path, tmp_path: Path, output: str, rows: list[int]
+) -> None:
+    for target in rows:
         process = start("in.jsonl", output)
         wait_for_rows(process, tmp_path / (output if output == "out.jsonl" else f".{output}.rows"), target)
         process.kill()

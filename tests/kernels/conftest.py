@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Callable[..., Any]:
+def on_device(monkeypatch: pytest.MonkeyPatch, device: torch.device, few_products: None) -> Callable[..., Any]:
     """Makes engines, `LLM`, whose batch lives on the device, through kernels that all work."""
     import kvern.runner.worker
     from kvern import LLM

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 from triton import language
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -20,7 +21,9 @@ def be_quick() -> None:
     _unwrap_quickly()
     _share_types()
     _compare_types_quickly()
-    _leave_out_broadcasts()
+    _spread_quickly()
+    _agree_quickly()
+    _check_no_sizes()
     _leave_out_overflows()
     _stay_patched()
 
@@ -94,17 +97,103 @@ def _compare_types_quickly() -> None:
         kind.__eq__ = shortened(kind.__eq__)
 
 
-def _leave_out_broadcasts() -> None:
-    """Most operands have the same shape."""
-    broadcast = TritonSemantic.broadcast_impl_value
+def _spread_quickly() -> None:
+    """Most operands have the same shape, or one is a scalar, which all elements of a block can share."""
+    broadcast, with_element = TritonSemantic.broadcast_impl_value, core.block_type.with_element_ty
 
-    def same_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+    def of_element(self: Any, kind: Any) -> Any:
+        known = self.__dict__.setdefault("others", {})
+        if kind.name not in known:
+            known[kind.name] = with_element(self, kind)
+        return known[kind.name]
+
+    def spread(value: Any, block: Any) -> Any:
+        shape, data = block.shape, numpy.asarray(value.handle.data)
+        shared = numpy.ndarray(shape, data.dtype, data.reshape(1), strides=(0,) * len(shape))
+        handle = interpreter.TensorHandle(shared, value.handle.dtype.scalar)
+        return core.tensor(handle, block.with_element_ty(value.type.scalar))
+
+    def repeated(value: Any, block: Any) -> Any:
+        if value.type.shape.values == block.shape.values:
+            return value
+        data = numpy.broadcast_to(value.handle.data, block.shape.values)
+        handle = interpreter.TensorHandle(data, value.handle.dtype.scalar)
+        return core.tensor(handle, block.with_element_ty(value.type.scalar))
+
+    def values(self: Any, lhs: Any, rhs: Any) -> Any:
         one, other = lhs.type, rhs.type
-        if one is other or (one.is_block() and other.is_block() and one.shape.values == other.shape.values):
+        if one is other:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        blocks = one.is_block(), other.is_block()
+        if blocks == (True, True):
+            left, right = one.shape.values, other.shape.values
+            if left == right:
+                return lhs, rhs
+            key = (*left, 0, *right)
+            if key not in together:
+                together[key] = broadcast(self, lhs, rhs)[0].type
+            return repeated(lhs, together[key]), repeated(rhs, together[key])
+        if blocks == (True, False):
+            return lhs, spread(rhs, one)
+        return (spread(lhs, other), rhs) if blocks[1] else (lhs, rhs)
 
-    TritonSemantic.broadcast_impl_value = same_shape
+    together: dict[Any, Any] = {}
+    core.block_type.with_element_ty = of_element
+    TritonSemantic.broadcast_impl_value = values
+
+
+def _agree_quickly() -> None:
+    """What two types become, and a number beside a type, is known from the first time."""
+    agree = TritonSemantic.binary_op_type_checking_impl
+    whole = {"int32", "int64", "uint32", "uint64", "fp32", "fp64"}
+    """Types that all operations keep."""
+    constants: dict[Any, Any] = {}
+    common: dict[Any, Any] = {}
+
+    def become(before: Any, after: Any) -> Any:
+        """The type of elements, or None where it stays."""
+        return None if before.type.scalar.name == after.type.scalar.name else after.type.scalar
+
+    def of_tensors(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        key = (lhs.type.scalar.name, rhs.type.scalar.name, flags, *named.items())
+        if key not in common:
+            found = agree(self, lhs, rhs, *flags, **named)
+            common[key] = become(lhs, found[0]), become(rhs, found[1])
+            return found
+        left, right = common[key]
+        lhs = lhs if left is None else self.cast(lhs, left)
+        rhs = rhs if right is None else self.cast(rhs, right)
+        return self.broadcast_impl_value(lhs, rhs)
+
+    def of_operands(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        if lhs.__class__ is not core.tensor:
+            return agree(self, lhs, rhs, *flags, **named)
+        kind = lhs.type
+        if rhs.__class__ is core.tensor:
+            if kind is rhs.type and kind.scalar.name in whole:
+                return lhs, rhs
+            return of_tensors(self, lhs, rhs, *flags, **named)
+        if rhs.__class__ not in (int, float) or kind.scalar.name not in whole:
+            return agree(self, lhs, rhs, *flags, **named)
+        key = (kind.scalar.name, getattr(kind, "shape", ()), rhs.__class__, rhs or repr(rhs))
+        if key in constants:
+            data, known = constants[key]
+            return lhs, core.tensor(interpreter.TensorHandle(data, known.scalar), known)
+        found = agree(self, lhs, rhs, *flags, **named)
+        if found[0] is lhs:
+            constants[key] = found[1].handle.data, found[1].type
+        return found
+
+    TritonSemantic.binary_op_type_checking_impl = of_operands
+
+
+def _check_no_sizes() -> None:
+    """Results have the sizes of their types but where integers are widened, which is asked where they are computed."""
+
+    def handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = handle
 
 
 def _leave_out_overflows() -> None:

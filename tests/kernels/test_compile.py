@@ -19,7 +19,9 @@ FOLDER = Path(__file__).parent
 MODULES = sorted(f"tests.kernels.{path.stem}" for path in FOLDER.glob("test_*.py") if "\nLAUNCHES" in path.read_text())
 BY_NIGHT = ("lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1", "glm4_moe_lite")
 """Models whose own kernels are among what test modules launch."""
-BY_DAY = [name for name in LARGE_MODELS if name not in BY_NIGHT]
+ALL = [name for name in LARGE_MODELS if name not in BY_NIGHT] + MODULES
+BY_DAY = ["llama", "qwen3_moe"]
+"""Their kernels are those that nearly every model launches."""
 OTHERS = (80, 89, 100, 120)
 """Cards beside Hopper: A100; L40S and RTX 4090; B200; RTX 5090."""
 
@@ -38,17 +40,18 @@ def test_what_ranks_launch_is_among_the_launches_of_models() -> None:
     assert all(any(f" {kernel.name} (" in label for label in labels) for kernel in ranks.KERNELS)
 
 
-def test_every_kernel_compiles_for_sm90_in_one_form() -> None:
-    compile_for(90, *BY_DAY, *MODULES, "--sample")
+@pytest.mark.parametrize("of", [BY_DAY, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["some", "all"])
+def test_every_kernel_compiles_for_sm90_in_one_form(of: list[str]) -> None:
+    compile_for(90, *of, "--sample")
 
 
 @pytest.mark.parametrize(
     ("capability", "models"),
     [
-        (80, ["llama:fp8"]),
+        pytest.param(80, ["llama:fp8"], marks=pytest.mark.nightly),
         pytest.param(89, ["qwen3_moe", "llama:int4_zero"], marks=pytest.mark.nightly),
         pytest.param(100, ["qwen3_moe", "llama:mxfp4"], marks=pytest.mark.nightly),
-        (120, ["qwen3_moe", "llama:q6_k"]),
+        pytest.param(120, ["qwen3_moe", "llama:q6_k"], marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -39,9 +39,9 @@ LAYERS = {"qwen3_5": NETS | {"num_hidden_layers": 2}}
         pytest.param("llama", {"temperature": 1.0, "seed": 3, "top_p": 0.9}, marks=pytest.mark.nightly),
         pytest.param("gemma2", {"temperature": 0, "logprobs": 2}, marks=pytest.mark.nightly),
         pytest.param("glm4_moe_lite", {"temperature": 0}, marks=pytest.mark.nightly),
-        ("qwen3_5", {"temperature": 0}),
+        pytest.param("qwen3_5", {"temperature": 0}, marks=pytest.mark.nightly),
         pytest.param("nemotron_h", {"temperature": 0}, marks=pytest.mark.nightly),
-        pytest.param("lfm2", {"temperature": 0}, marks=pytest.mark.nightly),
+        ("lfm2", {"temperature": 0}),
     ],
     ids=["greedy", "options", "logprobs", "latents", "delta nets", "Mamba-2", "convolutions"],
 )

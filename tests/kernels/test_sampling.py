@@ -146,7 +146,7 @@ def extreme_logits() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("one_of", [31, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("one_of", [45, pytest.param(4, marks=pytest.mark.nightly)])
 def test_extreme_numbers_choose_what_the_sampler_chooses(device: torch.device, one_of: int) -> None:
     """Some of the combinations with each of the rows of logits."""
     for turn, (name, logits) in enumerate(extreme_logits().items()):
@@ -162,10 +162,10 @@ def test_extreme_numbers_choose_what_the_sampler_chooses(device: torch.device, o
 
 def test_biased_tokens_are_drawn_from(device: torch.device) -> None:
     """Two of equal bias, far above all others and in different chunks, come equally often."""
-    rows, logits = make_rows(device, [SamplingParams(temperature=1.0)]), torch.zeros(200, 5000)
+    rows, logits = make_rows(device, [SamplingParams(temperature=1.0)]), torch.zeros(100, 5000)
     logits[:, [3, 4200]] = 1e9
-    chosen = choose(logits.to(device), rows, [0] * 200, torch.arange(200, device=device), filtered=False)
-    assert set(chosen) == {3, 4200} and 70 < chosen.count(3) < 130
+    chosen = choose(logits.to(device), rows, [0] * 100, torch.arange(100, device=device), filtered=False)
+    assert set(chosen) == {3, 4200} and 29 < chosen.count(3) < 71
 
 
 @pytest.mark.parametrize("one_of", [134, pytest.param(13, marks=pytest.mark.nightly)])

@@ -68,7 +68,7 @@ def test_a_new_kind_of_step_is_one_class_and_one_entry(
     tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint("llama", tmp_path)
-    params = SamplingParams(temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=4, ignore_eos=True)
     llm = on_device(tmp_path, **OPTIONS)
     prompts = [[5, 9, 17, 33, 2, 81], [7, 8]]
     expected = token_ids(llm.generate(prompts, params))
@@ -82,6 +82,6 @@ def test_a_new_kind_of_step_is_one_class_and_one_entry(
     found = [token_ids(llm.generate([prompt], params)) for prompt in prompts]
     assert found == [[answer] for answer in expected]
     count = len(graphs[0].used)
-    assert count >= 10, "all tokens but the first of each answer"
+    assert count >= 6, "all tokens but the first of each answer"
     llm.generate([prompts[0]], params.replace(top_p=0.5))
     assert len(graphs[0].used) == count, "what it does not fit is computed otherwise"

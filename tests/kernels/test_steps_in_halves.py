@@ -107,6 +107,7 @@ def test_rows_of_a_half_are_moved_beside_products_of_the_other(tmp_path: Path) -
         assert calls[: len(prompt)] == prompt, "the last layer joins the halves and computes one row"
 
 
+@pytest.mark.nightly
 def test_layers_with_experts_join_the_halves_of_those_without(tmp_path: Path) -> None:
     folder = make_checkpoint("glm4_moe", tmp_path)
     expected = sampled(folder, ALONE)
@@ -166,11 +167,12 @@ def test_stages_hand_on_joined_rows(tmp_path: Path) -> None:
         torch.testing.assert_close(rows, alone.sent[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("quantization", ["fp8", pytest.param("int8", marks=pytest.mark.nightly)])
 def test_quantized_layers_answer_alike_in_halves(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_checkpoint("llama_bias", tmp_path, num_hidden_layers=3)
+    folder = make_checkpoint("llama_bias", tmp_path, num_hidden_layers=2)
     options = TWO | {"quantization": quantization}
 
     def answers(place: str) -> list[tuple[Any, list[tuple[str, int]]]]:

@@ -47,6 +47,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], RecordedGraphs]
     return record
 
 
+@pytest.mark.parametrize("guessed_there", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("family", "params", "options"),
     [
@@ -67,6 +68,7 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     family: str,
     params: list[SamplingParams],
     options: dict[str, Any],
+    guessed_there: bool,
     tmp_path: Path,
     on_device: Callable[..., LLM],
     recorded: Callable[[LLM], RecordedGraphs],
@@ -75,11 +77,10 @@ def test_a_replayed_step_keeps_what_the_eager_one_does(
     expected = LLM(str(tmp_path), device="cpu", **OPTIONS).generate(PROMPTS, params)
     llm = on_device(tmp_path, **(OPTIONS | options))
     graphs = recorded(llm)
-    for guessed_there in (False, True):
-        with speculating(llm, expected, 0.7, most=3, on_device=guessed_there):
-            found = llm.generate(PROMPTS, params)
-        assert token_ids(found) == token_ids(expected)
-        assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
+    with speculating(llm, expected, 0.7, most=3, on_device=guessed_there):
+        found = llm.generate(PROMPTS, params)
+    assert token_ids(found) == token_ids(expected)
+    assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
     counts = {item.count for step in graphs.used for item in step.scheduled}
     assert {1, 4} <= counts, "rows with and without drafts were to be verified together"
     uncertain = {item.uncertain for step in graphs.used for item in step.scheduled}
