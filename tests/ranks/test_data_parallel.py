@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from kvern import LLM, EngineConfig, SamplingParams
+from kvern.cache.journal import NameLedger
+from kvern.cache.prefix_names import PIECE_TOKENS, prefix_names
 from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.serving.client import EngineClient
 from kvern.serving.places import gpu_count, places_of, visible_gpus
-from kvern.serving.prefix_record import PIECE_TOKENS, PrefixRecord, piece_keys
+from kvern.serving.prefix_record import PrefixRecord
 from kvern.serving.workload import Generation
 from tests.support.peft_adapters import make_adapter
 from tests.support.served import ENGINE, KEY, Served, children_of, command_of, eventually, serving
@@ -377,17 +379,22 @@ def spec(tokens: list[int], namespace: bytes = b"") -> RequestSpec:
 
 
 def test_the_record_forgets_what_was_used_longest_ago() -> None:
-    record, long = PrefixRecord(), list(range(4 * PIECE_TOKENS))
-    keys = piece_keys(spec([*long, 1, 2]))
-    assert len(keys) == 4 and piece_keys(spec(long[:40]), long[40:], keys[:1]) == keys
-    record.add(keys)
-    assert record.cached_tokens(keys) == 0, "it has no room yet"
-    record.begin(4 * PIECE_TOKENS)
-    record.add(keys)
-    assert record.cached_tokens(keys) == len(long)
-    assert record.cached_tokens(piece_keys(spec([*long[:70], 5, *long[71:]]))) == 2 * PIECE_TOKENS
-    assert record.cached_tokens(piece_keys(spec(long, b"another"))) == 0
-    record.add(piece_keys(spec([7] * PIECE_TOKENS)))
-    assert record.cached_tokens(keys) == 3 * PIECE_TOKENS, "ends go before beginnings"
-    record.begin(4 * PIECE_TOKENS)
-    assert record.cached_tokens(keys) == 0
+    long = list(range(4 * PIECE_TOKENS))
+    names = prefix_names(spec([*long, 1, 2]))
+    assert len(names) == 4 and prefix_names(spec(long[:40]), long[40:], names[:1]) == names
+    none = PrefixRecord(0)
+    none.add(names)
+    assert none.cached_tokens(names) == 0 and not none.is_kept
+    record = PrefixRecord(4 * PIECE_TOKENS)
+    record.add(names)
+    assert record.cached_tokens(names) == len(long)
+    assert record.cached_tokens(prefix_names(spec([*long[:70], 5, *long[71:]]))) == 2 * PIECE_TOKENS
+    assert record.cached_tokens(prefix_names(spec(long, b"another"))) == 0
+    record.add(prefix_names(spec([7] * PIECE_TOKENS)))
+    assert record.cached_tokens(names) == 3 * PIECE_TOKENS, "ends go before beginnings"
+    ledger = NameLedger()
+    record.tell(ledger)
+    stored, removed = ledger.take(99)
+    assert sorted(stored) == sorted([*names[:3], *prefix_names(spec([7] * PIECE_TOKENS))]) and not removed
+    record.add(prefix_names(spec([8] * PIECE_TOKENS)))
+    assert ledger.take(99) == (prefix_names(spec([8] * PIECE_TOKENS)), [names[2]])

@@ -19,7 +19,7 @@ from kvern.errors import ConfigError
 from kvern.residency.keeper import Keeper, memory_of
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
-from kvern.serving.replicas import Replica
+from kvern.serving.replica import Replica
 from tests.support.encoders import make_encoder
 from tests.support.families import make_checkpoint
 from tests.support.peft_adapters import make_adapter

@@ -49,8 +49,11 @@ def root_key(identity: bytes, namespace: bytes) -> bytes:
 def block_key(parent: bytes, contents: Sequence[int]) -> bytes:
     """The key of a block by its parent's and its contents: token ids below 2^31, or marks; see `contents_of`."""
     try:
-        data = struct.pack(f"<{len(contents)}i", *contents)
-    except struct.error:
+        words = array("i", contents)
+        if sys.byteorder == "big":
+            words.byteswap()
+        data = words.tobytes()
+    except OverflowError:
         marks = b"".join((item - MARK).to_bytes(KEY_BYTES, "little") for item in contents if item >= MARK)
         data = struct.pack(f"<{len(contents)}i", *(-1 if item >= MARK else item for item in contents)) + marks
     return _key(parent, data)
@@ -114,6 +117,11 @@ def contents_in(edge: bytes) -> tuple[int, ...]:
         found.append(int.from_bytes(item))
         start = end
     return tuple(found)
+
+
+def length_of(edge: bytes) -> int:
+    """The number of positions of an edge."""
+    return len(contents_in(edge)) if _MARKED in edge else len(edge) // WORD_BYTES
 
 
 def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvern.cache.allocation import Allocation
 from kvern.cache.block_pool import BlockPool
+from kvern.cache.journal import CacheJournal
 from kvern.cache.keys import contents_of
 from kvern.cache.radix import CachedPrefix, CacheMemory, Node, RadixCache, SequenceEnd
 from kvern.request.request import Request
@@ -80,6 +81,8 @@ class KVCacheManager:
             if excluded := extension.excludes & names:
                 raise ValueError(f"{extension.name} cannot be used together with {', '.join(sorted(excluded))}")
         self.tree.losing += [extension.lose for extension in self.extensions]
+        self.journal: CacheJournal | None = None
+        """Knows which prefixes are cached, if somebody wants to know."""
         self._blocks = Allocation(parts, self.extensions)
         self.statistics = CacheStatistics()
         self._groups: Counter[bytes] = Counter()  # requests alive in each private namespace
@@ -90,6 +93,12 @@ class KVCacheManager:
     def extension(self, kind: type[Extension]) -> Extension | None:
         """The extension of this class, if there is one."""
         return next((extension for extension in self.extensions if isinstance(extension, kind)), None)
+
+    def watch(self, wanted: bool) -> None:
+        """Keep a new journal from now on, or none. Where there is no prefix cache, none is kept."""
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = CacheJournal(self.tree) if wanted and self.prefix_cache else None
 
     @property
     def available_count(self) -> int:

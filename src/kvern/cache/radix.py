@@ -61,11 +61,12 @@ class Node:
 class RadixCache:
     """Finds, keeps and evicts the blocks of known prefixes.
 
-    `identity` says which model's keys and values these are; see `cache/keys.py`. The functions in `losing` are called
-    with each node that is about to be removed.
+    `identity` says which model's keys and values these are; see `cache/keys.py`. The functions in `gaining` are called
+    with each new node and its namespace, those in `losing` with each node that is about to be removed.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
+        self.gaining: list[Callable[[bytes, Node], None]] = []
         self.losing: list[Callable[[Node], None]] = []
         self.completed = 0
         """The steps up to this one have completed, but for those that were undone."""
@@ -153,6 +154,8 @@ class RadixCache:
         self._pool.share([block])
         self._unused[child] = None
         self._size += 1
+        for gain in self.gaining:
+            gain(namespace, child)
         return child
 
     def insert_tail(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> Node | None:
@@ -236,11 +239,16 @@ class RadixCache:
 
     def nodes(self) -> Iterator[Node]:
         """All of them, in no order."""
-        pending = list(self._roots.values())
-        while pending:
-            children = pending.pop().children.values()
-            yield from children
-            pending.extend(children)
+        return (node for _, node in self.named_nodes())
+
+    def named_nodes(self) -> Iterator[tuple[bytes, Node]]:
+        """All of them with their namespaces, parents before children."""
+        for namespace, root in self._roots.items():
+            pending = [root]
+            while pending:
+                children = pending.pop().children.values()
+                yield from ((namespace, child) for child in children)
+                pending.extend(children)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the module's docstring is broken."""

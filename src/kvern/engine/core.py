@@ -39,6 +39,7 @@ from kvern.request.weights import WeightsFound, WeightSource, weights_prefix
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
+    from kvern.cache.journal import NameLedger
     from kvern.engine.beams import Beams
     from kvern.engine.layer_seconds import LayerSeconds
     from kvern.planning.estimate import StepFactors
@@ -156,6 +157,14 @@ class EngineCore(EngineLoop):
 
     def wake(self) -> None:
         self.executor.wake()
+
+    def watch_cache(self, wanted: bool) -> None:
+        self.scheduler.cache.watch(wanted)
+
+    @property
+    def cached_names(self) -> "NameLedger | None":
+        journal = self.scheduler.cache.journal
+        return None if journal is None else journal.ledger
 
     def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""

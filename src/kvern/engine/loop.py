@@ -13,6 +13,7 @@ from kvern.request.weights import WeightsFound, WeightSource
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
+    from kvern.cache.journal import NameLedger
     from kvern.runner.ranks.experts import LayerCounts
 
 logger = logging.getLogger("kvern")
@@ -81,6 +82,14 @@ class EngineLoop(ABC):
     def wake(self) -> None:
         """Take the memory again."""
         raise NotImplementedError
+
+    def watch_cache(self, wanted: bool) -> None:  # noqa: B027 (an encoder caches nothing)
+        """Keep the ledger of cached prefixes from now on, a new one that has them all, or no more."""
+
+    @property
+    def cached_names(self) -> "NameLedger | None":
+        """The names of the prefixes that are cached, if they are wanted."""
+        return None
 
     @abstractmethod
     def read_adapter(self, path: str) -> "Adapter":

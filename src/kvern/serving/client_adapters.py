@@ -26,6 +26,8 @@ class EngineAdapters:
         self.supervisor = supervisor
         self.known: set[int | None] = {None}
         """The keys that requests for this engine may name."""
+        self.digests: dict[int, bytes] = {}
+        """The digests of those that it has read, by their keys."""
         self._reading: dict[int, asyncio.Future[None]] = {}
 
     async def read(self, adapter: NamedAdapter) -> None:
@@ -44,6 +46,7 @@ class EngineAdapters:
         """No new request uses it. An engine that sleeps is told when it wakes, see `ClientAdapters.resume`."""
         if self.supervisor.is_ready:
             self.known.discard(key)
+            self.digests.pop(key, None)
         self.supervisor.send(UnloadAdapter(key))
 
     def hear(self, message: AdapterRead) -> None:
@@ -52,6 +55,7 @@ class EngineAdapters:
         if waiting is not None and not waiting.done():
             if message.error is None:
                 self.known.add(message.key)
+                self.digests[message.key] = message.digest
                 waiting.set_result(None)
             else:
                 waiting.set_exception(InvalidAdapter(message.error))
@@ -59,6 +63,7 @@ class EngineAdapters:
     def interrupt(self, error: EngineDied) -> None:
         """The engine has died: what it was reading is not read, and what it had read is gone."""
         self.known = {None}
+        self.digests.clear()
         self.interrupt_reading(error)
 
     def interrupt_reading(self, error: EngineDied) -> None:
@@ -78,6 +83,7 @@ class EngineAdapters:
                     async for message in link.messages():
                         if isinstance(message, AdapterRead):
                             reading.discard(message.key)
+                            self.digests[message.key] = message.digest
                             if message.error is not None:
                                 lost[message.key] = InvalidAdapter(message.error)
                         if not reading:

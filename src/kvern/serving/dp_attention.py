@@ -9,6 +9,8 @@ which is this process, calls the turns, and its own core is asked without messag
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvern.cache.journal import NameLedger
+from kvern.cache.prefix_names import prefix_names
 from kvern.engine.core import EngineCore
 from kvern.engine.loop import EngineLoop, refused
 from kvern.engine.step_watch import StepWatch
@@ -18,7 +20,7 @@ from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.runner.ranks.rank_executors import DPAttentionExecutor
 from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses
 from kvern.runner.ranks.rank_wire import AddAdapter, TakeTurn
-from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
+from kvern.serving.prefix_record import PrefixRecord, answer_tokens
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -51,8 +53,7 @@ class RankRequests:
         self.message = TakeTurn()
         self.statistics = EngineStatistics()
         self.has_work = False
-        self.record = PrefixRecord()
-        self.record.begin(cache_tokens)
+        self.record = PrefixRecord(cache_tokens)
         self._most = sequences
         self._sequences = 0
         self._tokens = 0
@@ -64,22 +65,22 @@ class RankRequests:
         """True if a turn has something to do on this rank."""
         return self.has_work or self.message != TakeTurn()
 
-    def cost(self, spec: RequestSpec, keys: Sequence[bytes]) -> tuple[bool, int, int]:
+    def cost(self, spec: RequestSpec, names: Sequence[bytes]) -> tuple[bool, int, int]:
         """Returns whether a request would wait here, the tokens to compute, and the tokens that this rank has
         computed."""
-        uncached = spec.prompt_length - self.record.cached_tokens(keys)
+        uncached = spec.prompt_length - self.record.cached_tokens(names)
         return self._sequences >= self._most, self._tokens + uncached, self.record.added
 
-    def add(self, spec: RequestSpec, progress: Sequence[Progress], keys: list[bytes]) -> None:
-        """Lets the rank start a request in its next turn."""
+    def add(self, spec: RequestSpec, progress: Sequence[Progress], names: list[bytes]) -> None:
+        """Lets the rank start a request in its next turn. `names`: those of its prompt."""
         alone = progress if spec.params.beam_width is None else ()
-        names = [spec.answer_ids[one.index] for one in alone] or spec.answer_ids
-        tokens = spec.prompt_length - self.record.cached_tokens(keys) + answer_tokens(spec)
-        asked = _Asked(spec, keys, tokens, len(names))
-        self._asked |= dict.fromkeys(names, asked)
+        answers = [spec.answer_ids[one.index] for one in alone] or spec.answer_ids
+        tokens = spec.prompt_length - self.record.cached_tokens(names) + answer_tokens(spec)
+        asked = _Asked(spec, names, tokens, len(answers))
+        self._asked |= dict.fromkeys(answers, asked)
         self._sequences += spec.params.sequences
         self._tokens += tokens
-        self.record.add(keys)
+        self.record.add(names)
         self.message.added.append((spec, progress))
 
     def finish(self, request_ids: Iterable[str], reason: FinishReason, stop_reason: str | None) -> None:
@@ -120,15 +121,16 @@ class RankRequests:
         if not asked.left:
             self._sequences -= asked.spec.params.sequences
             self._tokens -= asked.tokens
-            self.record.add(piece_keys(asked.spec, asked.answer, asked.keys))
+            self.record.add(prefix_names(asked.spec, asked.answer, asked.names))
 
 
 class _Asked:
-    """A request that has not ended: its prompt's keys, its cost, how many answers are `left`, and the first of them."""
+    """A request that has not ended: its prompt's names, its cost, how many answers are `left`, and the first of
+    them."""
 
-    def __init__(self, spec: RequestSpec, keys: list[bytes], tokens: int, left: int) -> None:
+    def __init__(self, spec: RequestSpec, names: list[bytes], tokens: int, left: int) -> None:
         self.spec = spec
-        self.keys = keys
+        self.names = names
         self.tokens = tokens
         self.left = left
         self.answer: list[int] = []
@@ -157,14 +159,20 @@ class DPAttentionCore(EngineLoop):
         self._seconds = seconds
         self._watch = watch
         self._is_broken = False
+        self._digests: dict[int, bytes] = {}
+        """The digests of the adapters that requests may use, by their keys."""
+        self._ledger: NameLedger | None = None
 
     @property
     def has_work(self) -> bool:
         return any(rank.waits for rank in self._ranks)
 
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
-        keys = piece_keys(spec) if any(rank.record.is_kept for rank in self._ranks) else []
-        min(self._ranks, key=lambda rank: rank.cost(spec, keys)).add(spec, progress, keys)
+        names = []
+        if any(rank.record.is_kept for rank in self._ranks):
+            digest = b"" if spec.adapter is None else self._digests.get(spec.adapter, b"")
+            names = prefix_names(spec, adapter_digest=digest)
+        min(self._ranks, key=lambda rank: rank.cost(spec, names)).add(spec, progress, names)
 
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None
@@ -204,6 +212,15 @@ class DPAttentionCore(EngineLoop):
     def statistics(self) -> EngineStatistics:
         return all_together([rank.statistics for rank in self._ranks])
 
+    def watch_cache(self, wanted: bool) -> None:
+        self._ledger = NameLedger() if wanted else None
+        for rank in self._ranks:
+            rank.record.tell(self._ledger)
+
+    @property
+    def cached_names(self) -> NameLedger | None:
+        return self._ledger
+
     def count_experts(self) -> "Callable[[], LayerCounts]":
         return self._core.count_experts()  # each rank's router reads the rows of all
 
@@ -212,6 +229,7 @@ class DPAttentionCore(EngineLoop):
 
     def add_adapter(self, key: int, adapter: "Adapter") -> None:
         self._others.send(AddAdapter.of(key, adapter))
+        self._digests[key] = adapter.digest
         self._core.add_adapter(key, adapter)
 
     def unload_adapter(self, key: int) -> None:

@@ -30,6 +30,7 @@ from kvern.models.folder import folder_here
 from kvern.request.events import TokenEvent
 from kvern.runner import ahead
 from kvern.runner.startup import Startup
+from kvern.serving.engine_cache import CacheTeller
 from kvern.serving.engine_traces import StepTraces
 from kvern.serving.engine_weights import WeightChanges
 from kvern.serving.wire import (
@@ -51,6 +52,7 @@ from kvern.serving.wire import (
     TakeWeights,
     UnloadAdapter,
     Wake,
+    WatchCache,
     Woken,
     decode_for_engine,
     encode,
@@ -220,6 +222,7 @@ def serve(
     """
     spoke = time.monotonic()
     experts = ExpertCounts(core) if counts else None
+    cache = CacheTeller(core, lambda changes: socket.send(encode(changes)))
     adapters, weights = AdapterReader(core), WeightChanges(core)
     traces = StepTraces(core, lambda: socket.send(encode(Busy())), Path(running).parent)
     early: list[TokenEvent] = []
@@ -244,6 +247,8 @@ def serve(
                 case ReadWeights() | TakeWeights() | DropWeights() as message:
                     socket.send(encode(Busy()))  # to copy weights may take longer than steps
                     early += weights.hear(message)
+                case WatchCache(wanted):
+                    cache.watch(wanted)
                 case TakeTrace() as message:
                     traces.begin(message)
                 case Sleep():
@@ -260,16 +265,13 @@ def serve(
         if prepares and not core.has_work:
             socket.send(encode(Busy()))
             prepares = core.idle()
-        started = time.monotonic()
-        worked = core.has_work
+        worked, started = core.has_work, time.monotonic()
         events, early = early + (traces.step() if worked else []), []
-        now = time.monotonic()
-        rests = worked and not core.has_work
+        cache.tell()
+        now, rests = time.monotonic(), worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
-            told = Events(events, core.statistics(), now - started, traces.silence(watch), core.layer_times())
-            if experts is not None:
-                told.expert_tokens = experts.due(rests, now)
-            socket.send(encode(told))
+            more = traces.silence(watch), core.layer_times(), [] if experts is None else experts.due(rests, now)
+            socket.send(encode(Events(events, core.statistics(), now - started, *more)))
             spoke = now
 
 
@@ -332,8 +334,9 @@ class AdapterReader:
         answers = []
         for key in [key for key, reading in self._reading.items() if reading.done()]:
             try:
-                self._core.add_adapter(key, self._reading.pop(key).result())
-                answers.append(AdapterRead(key))
+                adapter = self._reading.pop(key).result()
+                self._core.add_adapter(key, adapter)
+                answers.append(AdapterRead(key, digest=adapter.digest))
             except KvernError as error:
                 answers.append(AdapterRead(key, str(error)))
             except Exception as error:  # the fault of that adapter alone

@@ -1,10 +1,7 @@
 """The engines of one model: which of them is given a request, and what becomes of it when that one is gone.
 
-    cost of an engine = tokens to be computed for those that it has + tokens of the prompt that it has not cached
-
-The cheapest takes it, of those where nobody has to end before. So a conversation returns to where its earlier turns are
-cached, unless more waits there than that would spare: then another computes the prompt once, and has it cached for what
-else begins with it.
+A conversation returns to where its earlier turns are cached, unless more waits there than that would spare: then
+another computes the prompt once, and has it cached for what else begins with it. See `choice.py`.
 """
 
 import asyncio
@@ -20,192 +17,29 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 import msgspec
 
 from kvern.adapters.names import AdapterNames
+from kvern.cache.prefix_names import prefix_names
 from kvern.config import EngineConfig
 from kvern.engine.inputs import Prompt, is_checked_quickly
 from kvern.engine.output import OutputProcessor
 from kvern.errors import DeadlineExceeded, EngineDied, EngineUnavailable, InvalidRequest, shown
-from kvern.observe.metrics import Metrics, Refusals
-from kvern.request.events import EngineStatistics, all_together
+from kvern.observe.metrics import Refusals
 from kvern.request.request import NO_OPTIONS, RequestOptions, RequestSpec
 from kvern.request.sampling_params import SamplingParams
+from kvern.request.weights import weights_prefix
 from kvern.serving.child import EngineProcess
+from kvern.serving.choice import EngineLoads
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
 from kvern.serving.client_inputs import ClientInputs
-from kvern.serving.client_traces import EngineTraces
-from kvern.serving.client_weights import ClientWeights, EngineWeights
-from kvern.serving.link import EngineLink
+from kvern.serving.client_weights import ClientWeights
 from kvern.serving.places import Place, check_memory, place_of, places_of
-from kvern.serving.prefix_record import PrefixRecord, piece_keys
-from kvern.serving.probation import Probation
-from kvern.serving.recovery import Recovery
+from kvern.serving.prefix_index import PrefixIndex
+from kvern.serving.replica import Replica
 from kvern.serving.served import SERVED
-from kvern.serving.supervisor import Death, Supervisor, until_one_is_available
-from kvern.serving.wire import AdapterRead, Heard, Ready, TraceTaken, WeightsRead, WeightsTaken
-from kvern.serving.workload import Generation, Turns, Workload
+from kvern.serving.supervisor import Supervisor, until_one_is_available
+from kvern.serving.wire import Ready
+from kvern.serving.workload import Generation, Turns
 
 logger = logging.getLogger("kvern")
-
-ASLEEP = "the model was put to sleep: ask again"
-FELL_ASLEEP = "the model was put to sleep"
-
-
-class Replica:
-    """An engine in its place. `name` tells it from its siblings: its number, from 0 on."""
-
-    def __init__(
-        self, config: EngineConfig, siblings: "Replicas", place: Place, number: int, process: EngineProcess | None
-    ) -> None:
-        """`process`: of the first engine, if it runs already."""
-        self.name = str(number)
-        self.leaving = False
-        """It gets no new requests, and ends when it has none."""
-        self.metrics = Metrics(config.model_names[0])
-        self._earlier = self._latest = EngineStatistics()
-        self.supervisor = Supervisor(place.config(config), self, place, process)
-        self.adapters = EngineAdapters(self.supervisor)
-        self.weights = EngineWeights(self.supervisor)
-        self.traces = EngineTraces(self.supervisor)
-        self.record = PrefixRecord()
-        self._siblings = siblings
-        self._probation = Probation()
-        self.workload = Workload(
-            self.supervisor, siblings.outputs, self._probation, siblings.turns, self.metrics, self.record
-        )
-        self.workload.engine = self.name
-        self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
-        self._started = False
-        self._rested = False
-
-    @property
-    def accepts(self) -> bool:
-        """There is an engine that begins with requests at once."""
-        return self.supervisor.is_ready and not self._probation.active and not self.leaving
-
-    @property
-    def stranded(self) -> list[Generation]:
-        """Requests that wait for an engine, or for others' trials, and are not suspected themselves."""
-        suspected = self._probation.suspected
-        return [
-            generation
-            for name, generation in self.workload.running.items()
-            if name not in suspected and not (generation.begun and self.supervisor.is_ready)
-        ]
-
-    @property
-    def statistics(self) -> EngineStatistics:
-        """The statistics of all engines that were here, one after another."""
-        return all_together([self._earlier, self._latest])
-
-    def remember(self, wanted: bool, anew: bool = False) -> None:
-        """Starts or ends the record of what the engine has cached."""
-        if anew or wanted != self.record.is_kept:
-            self.record.begin(self.supervisor.link.ready.cache_tokens if wanted else 0)
-
-    def hear(self, message: Heard) -> None:
-        """Takes a message of the engine."""
-        if isinstance(message, AdapterRead):
-            self.adapters.hear(message)
-        elif isinstance(message, WeightsRead | WeightsTaken):
-            self.weights.hear(message)
-            if isinstance(message, WeightsTaken):
-                self.metrics.weights_changed()
-                self.remember(self.record.is_kept, anew=True)
-        elif isinstance(message, TraceTaken):
-            self.traces.hear(message)
-        else:
-            self._latest = message.statistics
-            self.metrics.step(message.statistics, message.seconds)
-            if message.expert_tokens:
-                self.metrics.experts.count(message.expert_tokens)
-            if message.layer_times:
-                self.metrics.layers.hear(message.layer_times)
-            self.workload.deliver(message.events)
-        self._recovery.heard()
-
-    def died(self, death: Death) -> bool:
-        """The engine has ended; returns whether that taught which request may be the cause."""
-        self._earlier = self.statistics.at_the_end()
-        self._latest = EngineStatistics()
-        self.workload.fate = str(death.reason)
-        self.interrupt(death.reason)
-        self.metrics.engine(ready=False)
-        learnt = self._recovery.died(death)
-        self._siblings.move()
-        return learnt
-
-    async def rest(self) -> None:
-        """End the engine. The next one goes on with its requests, from the tokens that they have."""
-        await self.supervisor.rest()
-        self._earlier = self.statistics.at_the_end()
-        self._latest = EngineStatistics()
-        self._rested = self._started
-        self.workload.fate = FELL_ASLEEP
-        self.interrupt(EngineDied(ASLEEP))
-        self.metrics.rests()
-
-    async def sleep(self) -> None:
-        """Have the engine give its memory back. It goes on with its requests when it wakes, from their tokens.
-
-        Raises EngineDied as `Supervisor.sleep`.
-        """
-        running = self.workload.running.values()
-        await self.supervisor.sleep([name for generation in running for name in generation.spec.answer_ids])
-        self._rested = self._started
-        self.workload.fate = FELL_ASLEEP
-        self.adapters.interrupt_reading(EngineDied(ASLEEP))
-        self.metrics.sleeps()
-
-    def lost(self) -> None:
-        """The engine has ended in its sleep."""
-        self._earlier = self.statistics.at_the_end()
-        self._latest = EngineStatistics()
-        self.metrics.rests()
-        self.interrupt(EngineDied("the engine has ended"))
-        self._siblings.lost()
-
-    def given_up(self) -> None:
-        """Engines do not start here: what is suspected to have ended one may show elsewhere that it did not."""
-        if self._siblings.has_other(self):
-            self._probation.end()
-            self._siblings.move()
-
-    async def prepare(self, link: EngineLink, *, woken: bool = False) -> None:
-        """Have a new engine, or one that was `woken`, use the present weights, and read all adapters that are in use.
-
-        Raises ConfigError, or InvalidAdapter if it is the first engine.
-        """
-        if not woken:
-            self.interrupt(EngineDied("the engine was replaced"))
-        await self._siblings.weights.catch_up(self.weights, link)
-        lost = dict(await self._siblings.adapters.read_all(self.adapters, link))
-        while await self._siblings.weights.catch_up(self.weights, link):  # they changed meanwhile
-            lost |= await self._siblings.adapters.read_all(self.adapters, link)
-        if lost and not self._started:
-            raise next(iter(lost.values()))
-        self._siblings.adapters.lose(lost)
-        self.workload.lose(lost)
-
-    def interrupt(self, error: EngineDied) -> None:
-        """The engine has ended: what it was reading is not read, and what it had read is gone."""
-        self.adapters.interrupt(error)
-        self.weights.interrupt(error)
-        self.traces.interrupt(error)
-
-    def resume(self) -> None:
-        """Give a new engine what it may work on now."""
-        self.metrics.engine(ready=True)
-        if self._rested:
-            self._rested = False
-        elif self._started:
-            self.metrics.restarted()
-        elif (gpu := self.supervisor.link.ready.gpu) is not None:
-            self.metrics.watch_gpu(gpu)
-        if self.record.is_kept:
-            self.record.begin(self.supervisor.link.ready.cache_tokens)
-        self._started = True
-        self.workload.resume()
-        self._siblings.adapters.resume(self.adapters)
-        self._siblings.move()
 
 
 class Replicas:
@@ -226,6 +60,8 @@ class Replicas:
         self._inputs = inputs
         self._ids = itertools.count()
         self.outputs = outputs
+        self.index = PrefixIndex()
+        self.loads = EngineLoads()
         self.turns = Turns()
         self.refusals = Refusals(config.model_names[0])
         self.named = False
@@ -241,6 +77,7 @@ class Replicas:
             Replica(config, self, place, number, None if number else process)
             for number, place in enumerate(_places(config))
         ]
+        self._numbered = {replica.number: replica for replica in self}
         self._changing = asyncio.Lock()
         self.adapters = ClientAdapters(names, self._engine_adapters, self._adapter_keys, self.until_available)
         self.weights = ClientWeights(lambda: [replica.weights for replica in self], self.until_available)
@@ -349,7 +186,8 @@ class Replicas:
             except BaseException:
                 await replica.supervisor.stop()
                 raise
-            self._replicas = sorted([*self, replica], key=lambda one: int(one.name))
+            self._replicas = sorted([*self, replica], key=lambda one: one.number)
+            self._numbered[number] = replica
             self._settle()
             self.move()
             return replica
@@ -374,6 +212,8 @@ class Replicas:
                 raise
             replica.supervisor.cease()
             self._replicas.remove(replica)
+            replica.leave()
+            del self._numbered[replica.number]
             self._settle()
             replica.workload.fate = f"engine {name} was removed"
             for generation in list(replica.workload.running.values()):
@@ -387,6 +227,8 @@ class Replicas:
 
     async def until_available(self) -> None:
         """Wait for an engine that takes requests. Raises EngineUnavailable or EngineClosed."""
+        if not self.resting and any(replica.supervisor.is_ready and not replica.leaving for replica in self):
+            return
         while True:
             while self._sleeps and self.wake is not None:
                 await self.wake()
@@ -463,8 +305,9 @@ class Replicas:
         spec = msgspec.structs.replace(checked, adapter=key, turn=turn)
         generation = Generation(output, spec, news, asked, patient)
         generation.served = SERVED.get()
-        if any(replica.record.is_kept for replica in self):
-            generation.piece_keys = piece_keys(spec)
+        if self.has_choice:
+            digest = self._digest(key)
+            generation.names = prefix_names(spec, adapter_digest=digest, weights=weights_prefix(self.weights.version))
         return generation
 
     def withdraw(self, generations: Iterable[Generation]) -> None:
@@ -475,8 +318,9 @@ class Replicas:
 
     def abort(self, generations: Sequence[Generation]) -> None:
         """End those that have not ended; their blocks are free after the step that runs."""
-        for replica in self:
-            replica.workload.abort(generations)
+        for generation in generations:
+            if generation.workload is not None:
+                generation.workload.abort([generation])
 
     async def follow(
         self, generations: Sequence[Generation], news: asyncio.Event, deadline: float | None = None
@@ -542,12 +386,23 @@ class Replicas:
         return found
 
     def _settle(self) -> None:
-        """An engine has come or gone: where there is a choice it is remembered what each has cached."""
-        several = len(self) > 1
-        self.named = self.named or several
+        """An engine has come or gone: where there is a choice each tells what it has cached."""
+        self.named = self.named or len(self) > 1
         for replica in self:
-            replica.remember(several)
+            replica.watch(self.has_choice)
             replica.metrics.engine_name = replica.name if self.named else None
+
+    @property
+    def has_choice(self) -> bool:
+        """There are several engines, which keep prefixes: each tells which."""
+        return len(self) > 1 and self._config.prefix_cache
+
+    def _digest(self, adapter: int | None) -> bytes:
+        """The digest of an adapter, as the engines that have read it say."""
+        if adapter is None:
+            return b""
+        found = (replica.adapters.digests.get(adapter) for replica in self)
+        return next((digest for digest in found if digest is not None), b"")
 
     def _is_tied(self, generation: Generation) -> bool:
         """True if a request must stay with its engine, as it uses an adapter that was unloaded."""
@@ -559,18 +414,25 @@ class Replicas:
 
     def _chosen(self, generation: Generation) -> Replica:
         """Returns the engine for a request: one that starts it at once, else the one that may be soonest."""
+        if len(self) == 1:
+            return self._replicas[0]
+        if (cheapest := self._cheapest(generation)) is not None:
+            return cheapest
         staying = self._staying
-        if len(staying) == 1:
-            return staying[0]
         known = [replica for replica in staying if generation.spec.adapter in replica.adapters.known]
         ready = [replica for replica in known if replica.supervisor.is_ready]
-        return self._cheapest(generation) or min(ready or staying, key=lambda replica: replica.workload.tokens)
+        return min(ready or staying, key=lambda replica: replica.workload.tokens)
 
     def _cheapest(self, generation: Generation) -> Replica | None:
-        """Returns the cheapest engine that starts it at once; of equal ones the one that has computed least, to fill
-        all caches."""
-        able = [replica for replica in self if replica.accepts and generation.spec.adapter in replica.adapters.known]
-        return min(able, key=lambda one: (one.workload.cost(generation), one.record.added), default=None)
+        """Returns the cheapest engine that starts it at once; None: there is none."""
+        adapter = generation.spec.adapter
+
+        def may(number: int) -> bool:
+            replica = self._numbered[number]
+            return replica.accepts and adapter in replica.adapters.known
+
+        number = self.loads.cheapest(self.index.levels(generation.names), may)
+        return None if number is None else self._numbered[number]
 
 
 def _places(config: EngineConfig) -> Sequence[Place]:

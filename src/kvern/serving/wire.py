@@ -74,6 +74,12 @@ class DropWeights(WireMessage):
     """Forget weights that are being read, or were read and not taken."""
 
 
+class WatchCache(WireMessage):
+    """Tell which prefixes are cached, all of them and then what changes, or no longer; CacheChanges will come."""
+
+    wanted: bool
+
+
 class TakeTrace(WireMessage):
     """Profile the next steps, of those that run within so many seconds; TraceTaken will come."""
 
@@ -150,6 +156,8 @@ class AdapterRead(WireMessage):
 
     key: int
     error: str | None = None
+    digest: bytes = b""
+    """Names its content in the namespaces of cached blocks."""
 
 
 class WeightsRead(WireMessage):
@@ -170,6 +178,17 @@ class TraceTaken(WireMessage):
 
     trace: bytes = b""
     error: str | None = None
+
+
+class CacheChanges(WireMessage):
+    """Names of prefixes (`cache/prefix_names.py`) that are cached now, and of some that are no longer.
+
+    Messages are numbered from 0 on, which is the first that tells of the cache since WatchCache.
+    """
+
+    number: int
+    stored: list[bytes]
+    removed: list[bytes]
 
 
 class Events(WireMessage):
@@ -196,11 +215,12 @@ decode_for_engine = msgspec.msgpack.Decoder(
     | ReadWeights
     | TakeWeights
     | DropWeights
+    | WatchCache
     | TakeTrace
     | Sleep
     | Wake
     | Shutdown
 ).decode
-Heard = AdapterRead | WeightsRead | WeightsTaken | TraceTaken | Events
+Heard = AdapterRead | WeightsRead | WeightsTaken | TraceTaken | CacheChanges | Events
 """The messages of an engine while it takes requests, besides signs of life."""
 decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | Slept | Woken | Heard).decode

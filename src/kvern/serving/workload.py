@@ -15,7 +15,8 @@ from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import Progress, RequestSpec
-from kvern.serving.prefix_record import PrefixRecord, answer_tokens, piece_keys
+from kvern.serving.prefix_index import EnginePrefixes, Expected
+from kvern.serving.prefix_record import answer_tokens
 from kvern.serving.probation import Probation
 from kvern.serving.served import Passage, ServedRequest
 from kvern.serving.supervisor import Supervisor
@@ -49,8 +50,12 @@ class Generation:
         """An engine that died had it."""
         self.spared = False
         """An engine that had it was killed, for which it was not suspected, and it has not got on since."""
-        self.piece_keys: list[bytes] = []
-        """The keys of its prompt's pieces, by which cached ones are found."""
+        self.names: list[bytes] = []
+        """The names of its prompt's prefixes, by which cached ones are found."""
+        self.expected: Expected | None = None
+        """The names that its engine will have cached soon."""
+        self.workload: Workload | None = None
+        """The requests among which it is, until it has ended."""
         self.tokens = 0
         """The approximate number of tokens that its engine computes for it."""
         self.progress = 0
@@ -173,7 +178,7 @@ logger = logging.getLogger("kvern")
 
 
 class Workload:
-    """`outputs` turns events into answers; `probation` says who may run. `record` is of what the engine caches."""
+    """`outputs` turns events into answers; `probation` says who may run. `prefixes`: what the engine has cached."""
 
     def __init__(
         self,
@@ -182,20 +187,24 @@ class Workload:
         probation: Probation,
         turns: Turns,
         metrics: Metrics,
-        record: PrefixRecord,
+        prefixes: EnginePrefixes,
     ) -> None:
         self._supervisor = supervisor
         self._outputs = outputs
         self._probation = probation
         self._turns = turns
         self._metrics = metrics
-        self._record = record
+        self._prefixes = prefixes
         self.running: dict[str, Generation] = {}
         """The requests by id, waiting ones included."""
         self.sequences = 0
         """The number of sequences of all of them."""
         self.tokens = 0
         """The approximate number of tokens to compute for them."""
+        self.computed = 0
+        """The tokens of prompts that engines here have computed or are to compute, as far as they were not cached."""
+        self.changed: Callable[[], None] = lambda: None
+        """Is called when there is more to do, or less."""
         self._ended = asyncio.Event()
         self.begun_at = 0.0
         """The time at which those on trial, or all, were given to the present engine, by the monotonic clock."""
@@ -206,20 +215,19 @@ class Workload:
         self._served: WeakValueDictionary[str, ServedRequest] = WeakValueDictionary()
         """The HTTP requests of all that were here, by the names of their prompts."""
 
-    def cost(self, generation: Generation) -> tuple[bool, int]:
-        """Returns whether a request would wait until another ends, and the approximate number of tokens to compute.
-
-        These are the tokens of all requests here, and those of its own prompt that are not cached.
-        """
-        full = self.sequences >= self._supervisor.link.ready.sequences
-        return full, self.tokens + self._uncached(generation)
+    @property
+    def is_full(self) -> bool:
+        """A request would wait until another ends."""
+        return self.sequences >= self._supervisor.link.ready.sequences
 
     def take(self, generation: Generation) -> None:
         """Have the engine work on it when it may."""
         self.running[generation.output.request_id] = generation
+        generation.workload = self
         self.sequences += generation.spec.params.sequences
-        self._weigh(generation, self._uncached(generation) + answer_tokens(generation.spec))
-        self._record.add(generation.piece_keys)
+        uncached = generation.spec.prompt_length - self._prefixes.cached_tokens(generation.names)
+        self.computed += uncached
+        self._weigh(generation, uncached + answer_tokens(generation.spec))
         if self._supervisor.is_ready and not self._probation.active:
             self._begin(generation)
 
@@ -283,7 +291,6 @@ class Workload:
                 self._count(generation, now)
                 if output.finished:
                     self._remove(output.request_id)
-                    self._remember(generation)
                 generation.progress += 1
                 generation.spared = False
                 self.clear(generation)
@@ -317,6 +324,7 @@ class Workload:
     def _begin(self, generation: Generation) -> None:
         """Give it to the engine, which takes requests."""
         generation.begin(self.engine)
+        generation.expected = self._prefixes.expect(generation.names)
         if generation.served is not None:
             self._served[generation.output.request_id] = generation.served
         try:
@@ -325,30 +333,31 @@ class Workload:
             logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
             self.end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
 
-    def _uncached(self, generation: Generation) -> int:
-        return generation.spec.prompt_length - self._record.cached_tokens(generation.piece_keys)
-
     def _remove(self, request_id: str) -> Generation | None:
         generation = self.running.pop(request_id, None)
         if generation is not None:
+            generation.workload = None
             self.sequences -= generation.spec.params.sequences
+            self._cached(generation)
             self._weigh(generation, 0)
             self._ended.set()
         return generation
 
-    def _remember(self, generation: Generation) -> None:
-        """The next turn of a conversation begins with what is cached now: prompt and answer."""
-        if self._record.is_kept:
-            answer = generation.output.outputs[0].token_ids
-            self._record.add(piece_keys(generation.spec, answer, generation.piece_keys))
+    def _cached(self, generation: Generation) -> None:
+        """The engine has told what it has cached of a request, if it has."""
+        if generation.expected is not None:
+            self._prefixes.withdraw(generation.expected)
+            generation.expected = None
 
     def _weigh(self, generation: Generation, tokens: int) -> None:
         self.tokens += tokens - generation.tokens
         generation.tokens = tokens
+        self.changed()
 
     def _count(self, generation: Generation, now: float) -> None:
         sequences = generation.spec.params.sequences
         if not generation.progress:
+            self._cached(generation)
             self._weigh(generation, answer_tokens(generation.spec))
         if generation.first:
             self._metrics.next_token(now - generation.last)

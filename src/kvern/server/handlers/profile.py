@@ -15,7 +15,7 @@ from kvern.server.handlers.admin import check_admin
 from kvern.server.http import CLIENT_GONE, SentInPieces, until_gone
 from kvern.server.service import ServedEngine
 from kvern.serving.client_traces import MOST_SECONDS, MOST_STEPS
-from kvern.serving.replicas import Replica
+from kvern.serving.replica import Replica
 
 FIELDS = {"model", "engine", "steps", "seconds"}
 STEPS, SECONDS = 20, 30.0
