@@ -23,7 +23,7 @@ from kvern.errors import ConfigError
 from kvern.layers.build import Build
 from kvern.layers.linear_method import LinearShape
 from kvern.layers.unquantized import CompiledMethod, PackedMethod, Unquantized, UnquantizedMethod
-from tests.support.cache_folder import load_kernels
+from tests.support.cache_folder import load_kernels, pretend_tiles
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 USABLE = [isa.name for isa in usable_isas()]
@@ -131,7 +131,7 @@ def test_the_variable_is_no_option() -> None:
 @pytest.mark.parametrize("name", [isa.name for isa in X86])
 def test_layers_are_those_of_the_forced_instructions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a processor that is pretended to have all of them."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: name != "amx")
+    pretend_tiles(monkeypatch, there=name != "amx")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(processor, "features", lambda: frozenset().union(*(isa.features for isa in X86)))
     monkeypatch.setenv(processor.VARIABLE, name)
@@ -145,6 +145,8 @@ def test_layers_are_those_of_the_forced_instructions(name: str, monkeypatch: pyt
         plain = PackedMethod if packs and supported else UnquantizedMethod
         assert type(Unquantized().linear(shape, without)) is plain
         assert type(Unquantized().linear(shape, with_kernels)) is (plain if name == "amx" else CompiledMethod)
+    pretend_tiles(monkeypatch, there=name != "amx", own=True)
+    assert type(Unquantized().linear(shape, with_kernels)) is CompiledMethod
 
 
 @pytest.mark.parametrize("name", USABLE)

@@ -8,6 +8,7 @@ import torch
 from kvern import EngineConfig
 from kvern.cpu.kernel_library import BuildError, find_maker
 from kvern.cpu.ready import working_groups
+from kvern.layers import unquantized
 
 
 def cache_folder(path: Path) -> str:
@@ -27,6 +28,7 @@ def load_kernels(group: str, threads: int) -> None:
     assert group in working_groups(EngineConfig().cache_folder, threads)
 
 
-def pretend_tiles(monkeypatch: pytest.MonkeyPatch, *, there: bool) -> None:
-    """Let the processor have matrix tiles (AMX), with which oneDNN multiplies plain bfloat16, or have none."""
+def pretend_tiles(monkeypatch: pytest.MonkeyPatch, *, there: bool, own: bool = False) -> None:
+    """Let the processor have matrix tiles (AMX) or none: kernels multiply plain bfloat16 by them, or oneDNN."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: there)
+    monkeypatch.setattr(unquantized, "has_tiles", lambda: own)

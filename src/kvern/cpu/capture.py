@@ -164,7 +164,7 @@ def capture(steps: str, make: Callable[[], Program]) -> Program | None:
     """The program that `make` captures; None if it cannot be captured, and the log says why.
 
     `steps` names the affected steps there. They then run uncaptured: slower, and with the model's own error if it has
-    one. That PyTorch computes a part is no fault: products of processors with matrix tiles are oneDNN's, for instance.
+    one. That PyTorch computes a part is no fault: mixtures of experts, for instance.
     """
     try:
         with torch.inference_mode():

@@ -121,6 +121,8 @@ def check_linear(generator: torch.Generator) -> None:
             )
             close_to(linear(x, packed, bias), expected, tolerance)
             close_to(linear(x, gated, bias), expected, tolerance)
+            alone = torch.cat([linear(x[row : row + 1], packed, bias) for row in range(rows)])
+            assert torch.equal(linear(x, packed, bias), alone), "rows depend on the rows beside them"
             close_to(gated_linear(x, gated, bias, ACTIVATIONS["silu"]), F.silu(gate) * up, tolerance)
             weights = torch.randn(3, outputs, inputs, generator=generator).to(dtype)
             rows_of_heads = torch.randn(rows, 3, inputs + 5, generator=generator).to(dtype)[..., :inputs]

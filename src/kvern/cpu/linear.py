@@ -1,5 +1,6 @@
 """Products with plain weights."""
 
+import ctypes
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ _unpack = function(
 _linear = function(
     "kvern_linear", POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, CODE, CODE, CODE, CODE
 )  # fmt: skip
+_has_tiles = function("kvern_has_tiles", POINTER)
 _linear_heads = function(
     "kvern_linear_heads", POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, INTEGER, CODE
 )  # fmt: skip
@@ -90,6 +92,17 @@ def _multiply(
         DTYPES[x.dtype], DTYPES[dtype],
     )  # fmt: skip
     return out
+
+
+def has_tiles() -> bool:
+    """Return whether many rows of bfloat16 are multiplied by matrix tiles, as oneDNN does.
+
+    The library must be loaded. False on other processors, with compilers that know no tiles, and where the system
+    refuses them.
+    """
+    found = ctypes.c_int32()
+    _has_tiles(ctypes.addressof(found))
+    return found.value != 0
 
 
 class PackedHeads(NamedTuple):

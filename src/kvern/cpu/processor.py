@@ -26,15 +26,16 @@ class Isa(NamedTuple):
 
 _V4 = "-march=x86-64-v4"
 _BF16 = (_V4, "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16")
+_AMX = (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 X86 = (
     Isa("scalar", frozenset(), ("-march=x86-64",)),
     Isa("avx2", frozenset({"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}), ("-march=x86-64-v3",)),
     Isa("avx512", frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}), (_V4,)),
     Isa("avx512_vnni", frozenset({"avx512_vnni"}), (_V4, "-mavx512vnni")),
     Isa("avx512_bf16", frozenset({"avx512_bf16", "avx512vbmi"}), _BF16),
-    Isa("amx", frozenset({"amx_bf16", "amx_tile"}), _BF16),
+    Isa("amx", frozenset({"amx_bf16", "amx_int8", "amx_tile"}), _AMX),
 )
-"""The instruction sets of x86-64; with `amx`, oneDNN multiplies plain bfloat16."""
+"""The instruction sets of x86-64."""
 ARM = (Isa("neon", frozenset(), ("-march=armv8-a",)),)
 OTHERS = (Isa("scalar", frozenset(), ()),)
 KNOWN = tuple(dict.fromkeys(isa.name for isa in (*X86, *ARM)))

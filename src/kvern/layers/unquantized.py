@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.cpu.linear import PackedWeight, gated_linear, linear, pack, unpack
+from kvern.cpu.linear import PackedWeight, gated_linear, has_tiles, linear, pack, unpack
 from kvern.cpu.processor import forced_isa
 from kvern.cpu.rows import ACTIVATIONS
 from kvern.layers.build_options import BuildOptions
@@ -71,15 +71,15 @@ class CompiledMethod(LinearMethod):
 def compiles(shape: LinearShape, build: BuildOptions) -> bool:
     """Return whether the kernel multiplies such a matrix.
 
-    Where a processor has matrix tiles (AMX), oneDNN's products of many bfloat16 rows take a fraction of the time, but a
-    row's results depend on how many there are.
+    Where a processor has matrix tiles (AMX), and the kernel may not use them, oneDNN's products of many bfloat16 rows
+    take a fraction of the time, but a row's results depend on how many there are.
     """
     if "cpu_linear" not in build.kernels or shape.device.type != "cpu":
         return False
     if shape.dtype == torch.bfloat16:
         forced = forced_isa()
-        has_tiles = torch.cpu._is_amx_tile_supported() if forced is None else forced.name == "amx"
-        return build.deterministic or not has_tiles
+        are_there = torch.cpu._is_amx_tile_supported() if forced is None else forced.name == "amx"
+        return build.deterministic or not are_there or has_tiles()
     return shape.dtype == torch.float32
 
 

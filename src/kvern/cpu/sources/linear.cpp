@@ -44,8 +44,6 @@ void unpack(const void* packed, const int64_t* ids, int64_t first, int64_t count
     });
 }
 
-constexpr int PANEL = 8 * TILE;        // rows of a job
-constexpr int64_t CHUNK = 1024;        // inputs after which the other rows of a panel have their turn
 constexpr int GROUPS = 4;              // whose weights a job's rows are multiplied with
 constexpr int64_t JOBS_OF_THREAD = 4;  // at least, if the columns make so many
 
@@ -63,6 +61,8 @@ template <class Steps>
 struct Product {
     using Number = typename Steps::Number;
     using Input = typename Steps::Input;
+    static constexpr int PANEL = Panels<Steps>::ROWS;
+    static constexpr int64_t CHUNK = Panels<Steps>::CHUNK;
 
     const Number* packed;
     const Number* x;
@@ -78,7 +78,7 @@ struct Product {
     void run() const {
         if (rows == 0) return;
         const int64_t panels = (rows + PANEL - 1) / PANEL, all = matrix.columns();
-        const int64_t panel = round_up((rows + panels - 1) / panels, panels > 1 ? TILE : 1);
+        const int64_t panel = round_up((rows + panels - 1) / panels, panels > 1 ? Panels<Steps>::TOGETHER : 1);
         int64_t columns = GROUPS * GROUP;
         const int64_t enough = thread_count() > 1 ? JOBS_OF_THREAD * thread_count() : 1;
         while (columns > BLOCK << matrix.gated && heads * panels * all < enough * columns) columns /= 2;
@@ -87,8 +87,9 @@ struct Product {
             const int64_t first_row = job % panels * panel, column = job % jobs / panels * columns;
             const int64_t count = std::min(panel, rows - first_row), end = std::min(column + columns, all);
             const Product one = of_head(job / jobs);
+            Panels<Steps> work;
             for (int64_t first = column; first < end; first += GROUP) {
-                one.multiply(first_row, count, first, std::min<int64_t>(GROUP, end - first));
+                one.multiply(work, first_row, count, first, std::min<int64_t>(GROUP, end - first));
             }
         });
     }
@@ -102,7 +103,7 @@ private:
         return one;
     }
 
-    void multiply(int64_t first_row, int64_t count, int64_t column, int64_t columns) const {
+    void multiply(Panels<Steps>& work, int64_t first_row, int64_t count, int64_t column, int64_t columns) const {
         constexpr int INPUTS = INPUTS_OF_STEP<Number>;
         alignas(64) float sums[PANEL * GROUP];
         alignas(64) Input copied[PANEL * CHUNK];
@@ -115,7 +116,7 @@ private:
             const Number* from = x + first_row * x_stride + first;
             if constexpr (sizeof(Input) == sizeof(Number)) {
                 if (inputs % INPUTS == 0) {
-                    multiply_panel<Steps>(from, x_stride, count, slice, columns, sums, first > 0);
+                    work.multiply(from, x_stride, count, slice, columns, sums, first > 0);
                     continue;
                 }
             }
@@ -123,7 +124,7 @@ private:
                 copy(from + row * x_stride, copied + row * CHUNK, inputs);
                 if (inputs % INPUTS != 0) copied[row * CHUNK + inputs] = {};
             }
-            multiply_panel<Steps>(copied, CHUNK, count, slice, columns, sums, first > 0);
+            work.multiply(copied, CHUNK, count, slice, columns, sums, first > 0);
         }
         if (wide) {
             finish(sums, static_cast<float*>(out), first_row, count, column, columns);
@@ -153,6 +154,18 @@ private:
     }
 };
 
+// run(steps) with those that multiply numbers of a dtype.
+template <class Run>
+void run_by(int32_t dtype, [[maybe_unused]] int64_t rows, const Run& run) {
+    if (dtype == FLOAT32) return run(Float32Steps());
+#if defined(KVERN_TILES)
+    if (rows > rows_of_vectors()) return run(TileSteps<Tiles>());
+    run(TileSteps<VectorTiles>());
+#else
+    run(BFloat16Steps());
+#endif
+}
+
 }  // namespace
 }  // namespace kvern
 
@@ -180,7 +193,7 @@ KVERN_EXPORT void kvern_linear(const void* packed, const void* x, const void* bi
                                int64_t outputs, int64_t inputs, int32_t gated, int32_t activation, int32_t dtype,
                                int32_t out_dtype) {
     using namespace kvern;
-    const auto run = [&](auto steps) {
+    run_by(dtype, rows, [&](auto steps) {
         using Steps = decltype(steps);
         using Number = typename Steps::Number;
         const Matrix matrix{outputs, inputs, gated};
@@ -188,26 +201,33 @@ KVERN_EXPORT void kvern_linear(const void* packed, const void* x, const void* bi
                        static_cast<const Number*>(bias), out, matrix, rows, inputs,
                        activation == NO_ACTIVATION ? outputs : matrix.half(), activation, out_dtype == FLOAT32}
             .run();
-    };
-    dtype == FLOAT32 ? run(Float32Steps()) : run(BFloat16Steps());
+    });
 }
 
 KVERN_REPLAYED(kvern_linear)
+
+// Whether many rows of bfloat16 are multiplied by tiles.
+KVERN_EXPORT void kvern_has_tiles(int32_t* has) {
+#if defined(KVERN_TILES)
+    *has = kvern::rows_of_vectors() != INT64_MAX;
+#else
+    *has = 0;
+#endif
+}
 
 // out [rows, heads, outputs] = x [rows, heads, inputs], each head's times the matrix of its own, one packed behind the
 // other; `x_stride` numbers from one row of x to the next, `x_head` from one head to the next.
 KVERN_EXPORT void kvern_linear_heads(const void* packed, const void* x, void* out, int64_t rows, int64_t heads,
                                      int64_t outputs, int64_t inputs, int64_t x_stride, int64_t x_head, int32_t dtype) {
     using namespace kvern;
-    const auto run = [&](auto steps) {
+    run_by(dtype, rows, [&](auto steps) {
         using Steps = decltype(steps);
         using Number = typename Steps::Number;
         Product<Steps> product{static_cast<const Number*>(packed), static_cast<const Number*>(x), nullptr, out,
                                Matrix{outputs, inputs, 0}, rows, x_stride, heads * outputs};
         product.heads = heads, product.x_head = x_head, product.out_head = outputs;
         product.run();
-    };
-    dtype == FLOAT32 ? run(Float32Steps()) : run(BFloat16Steps());
+    });
 }
 
 KVERN_REPLAYED(kvern_linear_heads)

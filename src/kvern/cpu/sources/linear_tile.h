@@ -8,6 +8,7 @@
 
 #include "linear_layout.h"
 #include "registers.h"
+#include "tiles.h"
 
 namespace kvern {
 namespace {  // another library in the process, of another processor's instructions, has its own
@@ -32,7 +33,13 @@ struct Float32Steps {
     static Lanes add_product(Lanes sum, Lanes input, Lanes weights) { return sum + input * weights; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(KVERN_TILES)
+template <class Tiles>
+struct TileSteps {
+    using Number = BFloat16;
+    using Input = BFloat16;
+};
+#elif defined(__AVX512BF16__)
 struct BFloat16Steps {
     using Number = BFloat16;
     using Input = BFloat16;
@@ -135,17 +142,44 @@ constexpr auto by_rows(std::index_sequence<ROWS...>) {
     return std::array{multiply_rows<Steps, ROWS + 1>...};
 }
 
-// sums [count, GROUP] = rows times columns, as `multiply_tile`.
+// What multiplies the panels of a job.
 template <class Steps>
-void multiply_panel(const typename Steps::Input* rows, int64_t row_stride, int64_t count,
-                    Slice<typename Steps::Number> slice, int64_t columns, float* sums, bool continues) {
-    static constexpr auto BY_ROWS = by_rows<Steps>(std::make_index_sequence<TILE>());
-    for (int64_t tiles = (count + TILE - 1) / TILE; tiles > 0; --tiles) {
-        const int64_t taken = (count + tiles - 1) / tiles;
-        BY_ROWS[taken - 1](rows, row_stride, slice, static_cast<int>(columns / WIDTH), sums, continues);
-        rows += taken * row_stride, sums += taken * GROUP, count -= taken;
+struct Panels {
+    static constexpr int TOGETHER = TILE;        // rows of a panel are a multiple, if there are several panels
+    static constexpr int ROWS = 8 * TILE;        // at most
+    static constexpr int64_t CHUNK = 1024;       // inputs after which the other rows of a panel have their turn
+
+    // sums [count, GROUP] = rows times columns, as `multiply_tile`.
+    void multiply(const typename Steps::Input* rows, int64_t row_stride, int64_t count,
+                  Slice<typename Steps::Number> slice, int64_t columns, float* sums, bool continues) const {
+        static constexpr auto BY_ROWS = by_rows<Steps>(std::make_index_sequence<TILE>());
+        for (int64_t tiles = (count + TILE - 1) / TILE; tiles > 0; --tiles) {
+            const int64_t taken = (count + tiles - 1) / tiles;
+            BY_ROWS[taken - 1](rows, row_stride, slice, static_cast<int>(columns / WIDTH), sums, continues);
+            rows += taken * row_stride, sums += taken * GROUP, count -= taken;
+        }
     }
-}
+};
+
+#if defined(KVERN_TILES)
+// A group of packed columns is tiles as it is: rows of two inputs of sixteen columns.
+template <class Tiles>
+struct Panels<TileSteps<Tiles>> {
+    static constexpr int TOGETHER = TILE_HEIGHT, ROWS = 4 * TILE_HEIGHT;
+    static constexpr int64_t CHUNK = 512;  // of two rows of tiles are 32 KB, and stay in the first cache
+
+    Tiles tiles;
+
+    void multiply(const BFloat16* rows, int64_t row_stride, int64_t count, Slice<BFloat16> slice, int64_t columns,
+                  float* sums, bool continues) {
+        const int64_t row = row_stride * sizeof *rows, step = slice.stride * sizeof *rows;
+        multiply_tiles<false>(tiles, count, columns / BLOCK, slice.steps,
+                              {reinterpret_cast<const char*>(rows), row, TILE_BYTES, TILE_HEIGHT * row},
+                              {reinterpret_cast<const char*>(slice.weights), step, TILE_DEPTH * step, TILE_BYTES},
+                              {reinterpret_cast<char*>(sums), GROUP * sizeof *sums, continues});
+    }
+};
+#endif
 
 }  // namespace
 }  // namespace kvern

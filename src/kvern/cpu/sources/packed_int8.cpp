@@ -11,6 +11,7 @@
 #include "packed_tile.h"
 #include "replay.h"
 #include "scratch.h"
+#include "tiles.h"
 
 namespace kvern {
 namespace {
@@ -203,6 +204,39 @@ void multiply_tile_of_one_run(const KvernGroups& of, const Rounded& given, const
     finish_tile(of, total, bias, out, outputs, row, block);
 }
 
+#if defined(KVERN_TILES)
+// The same, bit for bit, by tiles: a block of codes is a column of them as it is.
+template <class Number>
+void multiply_by_tiles(const KvernGroups& of, const Rounded& given, const Number* bias, Number* out, int64_t rows,
+                       int64_t outputs) {
+    constexpr int64_t PANEL = 2 * TILE_HEIGHT;
+    const int64_t blocks = (outputs + LANES - 1) / LANES, line = of.inputs * LANES;
+    parallel((blocks + ROW_BLOCKS - 1) / ROW_BLOCKS, [&](int64_t job) {
+        alignas(64) int32_t sums[PANEL][ROW_BLOCKS][LANES];
+        const int64_t block = job * ROW_BLOCKS, many = std::min<int64_t>(ROW_BLOCKS, blocks - block);
+        const Factors factors(of, block, many);
+        const TileSource codes{reinterpret_cast<const char*>(of.codes + block * line), WORD, TILE_DEPTH * WORD, line};
+        Tiles tiles;
+        for (int64_t first = 0; first < rows; first += PANEL) {
+            const int64_t count = std::min(PANEL, rows - first), width = given.width;
+            const char* x = reinterpret_cast<const char*>(given.codes + first * width);
+            multiply_tiles<true>(tiles, count, many, of.inputs / STEP, {x, width, TILE_BYTES, TILE_HEIGHT * width},
+                                 codes, {reinterpret_cast<char*>(sums), sizeof sums[0], false});
+            for (int64_t row = 0; row < count; ++row) {
+                for (int64_t b = 0; b < many; ++b) {
+                    Integers whole;
+                    std::memcpy(&whole, sums[row][b], sizeof whole);
+                    Floats total[1][1] = {};
+                    total[0][0] += __builtin_convertvector(whole, Floats) *
+                                   (load(factors.scale_of(block + b)) * given.scale[first + row]);
+                    finish_tile(of, total, bias, out, outputs, first + row, block + b);
+                }
+            }
+        }
+    });
+}
+#endif
+
 template <bool WIDE, class Number>
 void multiply(const KvernGroups& of, const Rounding& how, const Number* x, const Number* bias, Number* out,
               int64_t rows, int64_t outputs) {
@@ -238,6 +272,11 @@ void multiply(const KvernGroups& of, const Rounding& how, const Number* x, const
     const Rounded given{codes, scale, starts, sums, width, how.run};
     if constexpr (WIDE) {
         if (runs == 1 && of.zero == nullptr) {
+#if defined(KVERN_TILES)
+            if (rows > std::max<int64_t>(rows_of_vectors(), FEW_ROWS)) {
+                return multiply_by_tiles(of, given, bias, out, rows, outputs);
+            }
+#endif
             const auto tile = [&](const Factors& factors, auto many, auto blocks, int64_t row, int64_t block) {
                 multiply_tile_of_one_run<Number, many, blocks>(of, given, factors, bias, out, outputs, row, block);
             };
