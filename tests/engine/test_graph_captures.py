@@ -73,6 +73,9 @@ class Core:
     def spare_seconds(self) -> float:
         return 0.0
 
+    def layer_times(self) -> dict[str, Any]:
+        return {}
+
     def idle(self) -> bool:
         self.missing -= 1
         self.done.append("captures")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvern.device import marks
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.transfer import upload
@@ -47,6 +48,7 @@ from kvern.runner.step_graphs import (
     capture_one,
 )
 from kvern.runner.step_runner import CHOSEN_BY_FIRST, StepRunner
+from kvern.runner.timed_graphs import DeviceClock
 from kvern.sample.beams import DeviceCandidates, most_probable
 from kvern.sample.dry import penalize_repetitions
 from kvern.sample.logprobs import DeviceLogprobs
@@ -109,6 +111,8 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         """`graphs`: those of the model's steps, in the order in which they are tried."""
         super().__init__(model, loaded, drafter)
         self.graphs = graphs
+        self._times = loaded.times if isinstance(loaded.times, DeviceClock) else None
+        self._is_measured = False
         self._drafted: Interval | None = None
         self._on_gpu = model.rows.device.type == "cuda"
 
@@ -129,7 +133,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         if output.changes_rows:
             self._change_rows(output)
         try:
-            step, computed = self._start(output.scheduled)
+            step, computed = self._start_measured(output)
         except torch.OutOfMemoryError as error:
             free = torch.cuda.mem_get_info(self._rows.device)[0] if self._on_gpu else 0
             torch.cuda.empty_cache()
@@ -164,12 +168,26 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
     @torch.inference_mode()
     def idle(self) -> bool:
         """Capture one graph. Raises as `capture_one`."""
-        return capture_one([*self._graphs, *self._drafter.graphs], is_alone=self._ranks.processes == 1)
+        timed = [] if self._times is None else [self._times]
+        return capture_one([*self._graphs, *self._drafter.graphs, *timed], is_alone=self._ranks.processes == 1)
 
     def abandon(self) -> None:
         super().abandon()
         for graphs in self._graphs:
             graphs.kind.forget_inputs(graphs.captured.values())
+
+    def _start_measured(self, output: SchedulerOutput) -> tuple[PendingStep, ComputedStep | None]:
+        """Start a step, with events between its parts if it is due."""
+        if self._times is None or not self._times.is_due(output):
+            started = self._start(output.scheduled)
+            marks.begin(marks.OTHER)
+            return started
+        self._is_measured = True
+        try:
+            with self._times.of_device(output):
+                return self._start(output.scheduled)
+        finally:
+            self._is_measured = False
 
     def _start(self, scheduled: Sequence[ScheduledTokens]) -> tuple[PendingStep, ComputedStep | None]:
         """Choose how to compute the step, compute and sample; what a drafter is told, if it is to go on."""
@@ -217,7 +235,8 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         for graphs in self._graphs:
             if step.embeddings is not None and not graphs.kind.takes_embeddings:
                 continue
-            outputs = graphs.run(step)
+            timed = self._times if self._is_measured else None
+            outputs = graphs.run(step) if timed is None else timed.run(graphs, step)
             if outputs is not None:
                 return outputs
         return None
@@ -276,6 +295,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
             return PendingStep(scheduled, chosen, Reported(prompt_logprobs=outputs.prompts), kept=kept)
         slots = sampled_tokens(scheduled).slots
         logits = self._decoder.logits(hidden, upcast=False) if logits is None else logits
+        marks.begin(marks.SAMPLING)
         scores = self._scores(logits, step, outputs, everything=drawn is not None)
         verdict = None
         if needs & SamplingNeeds.PROCESSORS and self._processors is not None:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from kvern.device import marks
 from kvern.device.device_batch import DeviceRows
 from kvern.kernels.constraints import change
 from kvern.kernels.logprobs import Found, logprobs
@@ -21,6 +22,7 @@ def sample_plain(
     part = None
     if isinstance(head, SharedHead):
         part = VocabularyPart(head.held.start, len(head.held), decoder.build.ranks)
+    marks.begin(marks.SAMPLING)
     return logits, sample(logits, None, slots, positions, rows, part)
 
 
@@ -32,6 +34,7 @@ def sample_as_asked(
     The log-probabilities that rows ask for are written to `reported`.
     """
     logits = decoder.logits(hidden, upcast=False)
+    marks.begin(marks.SAMPLING)
     scores = change(logits, slots, positions, rows, everything=False)
     sampled = sample(logits, scores, slots, positions, rows)
     logprobs(logits, slots, rows.logprobs, sampled, reported)

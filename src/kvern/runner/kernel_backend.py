@@ -69,6 +69,7 @@ from kvern.runner.plan import FreeMemory, Layout, Plan
 from kvern.runner.prompt_graphs import PromptKind, reading_shapes
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import DeviceModel, GraphMemory, StepGraphs, StepKind
+from kvern.runner.timed_graphs import MOST_GRAPHS, DeviceClock
 from kvern.runner.verify_graphs import VerifyKind
 from kvern.spec.model import ModelSpec
 from kvern.structured.masks import restrict
@@ -332,6 +333,9 @@ class KernelBackend:
         if config.cuda_graphs and attention.captures and self._device.type == "cuda":
             memory, options = GraphMemory(self._device), self._graph_options(drafter, layout.max_batch_tokens)
             graphs = [StepGraphs(kind, memory) for kind in step_kinds(model, options)]
+            if isinstance(loaded.times, DeviceClock):
+                loaded.times.memory = memory
+                loaded.times.expect(graphs[0])
         return DeviceRunner(model, loaded, drafter, graphs)
 
     def _graph_options(self, drafter: Drafter | None, tokens: int) -> GraphOptions:
@@ -398,7 +402,8 @@ class KernelBackend:
         kinds: list[StepKind[Any, Any]] = []
         if self._config.cuda_graphs and attention.captures:
             kinds = step_kinds(replace(model, adapters=loaded.adapters), self._graph_options(None, tokens))
-        return run_largest_steps(DeviceRunner(model, loaded), tokens, kinds)
+        timed = MOST_GRAPHS * GRAPH_BYTES if kinds and loaded.times is not None else 0
+        return run_largest_steps(DeviceRunner(model, loaded), tokens, kinds) + timed
 
 
 def _decoder(loaded: LoadedModel) -> Decoder:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from kvern.config import EngineConfig
 from kvern.device import marks
+from kvern.plugins import imported
 from kvern.ranks.ranks import Ranks
 from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import SchedulerOutput
@@ -37,12 +38,22 @@ class StepClock:
         """Takes the seconds of a step by code."""
         self._measured.append(MeasuredStep(step, seconds))
 
+    def forget(self) -> None:
+        """Forgets what was measured: those steps were no request's."""
+        self._measured = []
+
     def take(self) -> list[MeasuredStep]:
         """Returns what was measured since the last call."""
         taken, self._measured = self._measured, []
         return taken
 
 
-def step_clock(config: EngineConfig, ranks: Ranks) -> StepClock | None:
-    """The clock of steps on the first rank of each stage; None: no option asks for it."""
-    return None if config.trace_layers is None or ranks.rank else StepClock(config.trace_layers)
+def step_clock(config: EngineConfig, ranks: Ranks, *, on_device: bool) -> StepClock | None:
+    """The clock of steps on the first rank of each stage; None: no option asks for it.
+
+    On GPUs all ranks have one, since they replay the same graphs; that of the first is read.
+    """
+    if config.trace_layers is None or (ranks.rank and not on_device):
+        return None
+    make: type[StepClock] = imported("kvern.runner.timed_graphs:DeviceClock") if on_device else StepClock
+    return make(config.trace_layers)

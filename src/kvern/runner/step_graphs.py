@@ -229,9 +229,11 @@ class StepGraphs(Generic[Shape, Inputs]):
         replay, outputs = self._memory.capture(partial(self.kind.compute, shape, inputs))
         self.captured[shape] = StepGraph(shape, inputs, outputs, replay)
 
-    def run(self, step: PlannedStep) -> StepOutputs | None:
-        """Start a step as `StepKind.run`, by the graphs that are captured so far."""
-        return self.kind.run(step, self.captured)
+    def run(
+        self, step: PlannedStep, captured: Mapping[Shape, StepGraph[Shape, Inputs]] | None = None
+    ) -> StepOutputs | None:
+        """Start a step as `StepKind.run`, by the graphs that are captured so far, or others in their places."""
+        return self.kind.run(step, self.captured if captured is None else captured)
 
 
 class CaptureMemory(Protocol):

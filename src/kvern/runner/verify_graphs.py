@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvern.device import marks
 from kvern.device.device_batch import DeviceSamples, DeviceTokens, Tiles, captured_batch, runs_in
 from kvern.drafting.device.drafter import StepReader
 from kvern.kernels import logprobs
@@ -222,7 +223,9 @@ class VerifyKind(StepKind[VerifyShape, GraphInputs]):
         if model.states is not None:
             model.states.accept(kept)
         if self._reader is not None:
-            self._reader.read(batch, hidden, sampled, kept)
+            marks.begin(marks.DRAFTING)
+            with marks.listened(None):  # to the reader's own parts
+                self._reader.read(batch, hidden, sampled, kept)
         return StepOutputs(hidden, slots, positions, logits, sampled)
 
     def _tiles(self, shape: VerifyShape, numbers: Tensor) -> dict[int, Tiles]:

@@ -116,7 +116,6 @@ class Worker:
         processes = processes_here(ranks.processes * config.data_parallel_size)
         self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
         self._store: AdapterStore | None = None
-        self.times = step_clock(config, ranks)
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
 
     def probe(self) -> ProbedDevice:
@@ -196,6 +195,7 @@ class Worker:
         self._plan = plan
         spec = self._spec
         self._choose_sums(plan)
+        self.times = step_clock(config, self._ranks, on_device=plan.on_device)
         self._backend = backend = self._make_backend(plan, spec)
         adapters, model = None, self._load_fallback(plan)
         if model is None:
@@ -531,7 +531,9 @@ class Worker:
         return ExpertCounts(self._loaded.decoder, self._whole, self._ranks.stage, self.device)
 
     def begin_counting(self) -> None:
-        """Forget the counts of experts so far: those steps were no request's."""
+        """Forget the counts of experts and the times so far: those steps were no request's."""
+        if self.times is not None:
+            self.times.forget()
         if self._expert_counts is not None:
             self._expert_counts.reset()
 

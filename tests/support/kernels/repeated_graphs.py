@@ -1,6 +1,6 @@
 """Graphs of steps where there is no GPU to capture them: a replay computes the step again, into the same memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,8 @@ class RecordedGraphs(StepGraphs[Any, Any]):
             while self.missing and wanted(self.missing[0]):
                 self.capture_next()
 
-    def run(self, step: PlannedStep) -> StepOutputs | None:
-        outputs = super().run(step)
+    def run(self, step: PlannedStep, captured: Mapping[Any, Any] | None = None) -> StepOutputs | None:
+        outputs = super().run(step, captured)
         if outputs is None:
             return None
         self.used.append(step)

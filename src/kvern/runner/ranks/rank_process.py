@@ -187,9 +187,9 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
 
 
 def measured(rank: Rank) -> list[tuple[int, dict[int, float]]]:
-    """The steps that were measured, of the first rank of an earlier stage: those of the last measure themselves."""
+    """The steps that were measured, of the first rank of a stage before the last."""
     times = rank.worker.times
-    if times is None:
+    if times is None or rank.ranks.rank or rank.ranks.stage.is_last:
         return []
     return [(one.step, dict(one.seconds)) for one in times.take()]
 

@@ -1,0 +1,73 @@
+"""The time of layers on a GPU: events in second captures of graphs. Run with `pytest -m gpu`."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from kvern.runner.memory import GRAPH_BYTES
+from kvern.runner.timed_graphs import MOST_GRAPHS, DeviceClock, new_event
+from tests.support.gpu_engines import HALVES, SMALL, held_out
+from tests.support.internals import core_of, runner_of, worker_of
+from tests.support.outputs import token_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+REPLAYS = 50
+
+
+@pytest.mark.parametrize(
+    "options", [SMALL, HALVES, SMALL | {"cuda_graphs": False}, SMALL | {"proposer": "ngram"}], ids=str
+)
+def test_answers_are_the_same_and_all_parts_are_there(options: dict[str, Any]) -> None:
+    questions = held_out()[:64]
+    expected = token_ids(LLM(device="cuda", **options).chat(questions, PARAMS))
+    llm = LLM(device="cuda", **options, trace_layers=3)
+    for count in (1, 64):
+        assert token_ids(llm.chat(questions[:count], PARAMS))[-1] == expected[count - 1]
+    assert token_ids(llm.chat(questions, PARAMS)) == expected
+    core = core_of(llm)
+    core._layers.ended(core.executor.measured())
+    times = core.layer_times()
+    assert times["decode"].steps > 0 and times["prompt"].steps > 0
+    for kind in times.values():
+        assert {"embedding", "attention", "mlp", "head", "sampling"} <= kind.parts.keys()
+        assert all(seconds > 0 for seconds in kind.layers)
+
+
+def milliseconds(replay: Any) -> float:
+    """The time of one replay, of several behind each other."""
+    begun, ended = new_event(external=False), new_event(external=False)
+    replay()
+    begun.record()
+    for _ in range(REPLAYS):
+        replay()
+    ended.record()
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / REPLAYS  # type: ignore[no-untyped-call]
+
+
+def test_parts_add_up_to_the_step_and_the_memory_is_that_of_two_graphs() -> None:
+    llm = LLM(device="cuda", **HALVES, trace_layers=3)
+    llm.chat(held_out()[:64], PARAMS)
+    clock = worker_of(llm).times
+    assert isinstance(clock, DeviceClock) and len(clock._timed) == MOST_GRAPHS
+    for (graphs, shape), timed in clock._timed.items():
+        plain, with_events = (milliseconds(graph.replay) for graph in (graphs.captured[shape], timed.graph))
+        within = 1000 * sum(timed.marks.seconds().values())
+        assert within == pytest.approx(with_events, rel=0.05), shape
+        assert plain <= with_events * 1.02 and with_events < 1.25 * plain, (shape, plain, with_events)
+    runner, (place, *_) = runner_of(llm), [*clock._timed]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    for _ in range(10):
+        clock.missing.append(place)
+        while runner.idle():
+            pass
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() - before <= MOST_GRAPHS * GRAPH_BYTES
+    assert len(clock._timed) <= MOST_GRAPHS
