@@ -1,6 +1,7 @@
 """The explanation of a request: for its key, by its ids, and with the cause that was provoked."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.served import QUESTION, SMALL, STORY, Served, eventually, serving
@@ -75,6 +77,27 @@ def test_the_id_in_the_answer_is_known_as_well(served: Served) -> None:
     answer = served.client("key-of-ann").chat.completions.create(model="kvern-1m", messages=QUESTION, max_tokens=3, n=2)
     told = explanation(served, answer.id)
     assert told["answer_id"] == answer.id and told["answers"] == 2
+
+
+MESSAGE = {"messages": QUESTION, "max_tokens": 3}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/messages": MESSAGE,
+    "/v1/messages?streamed": {**MESSAGE, "stream": True},
+    "/v1/responses": {"input": "Once", "max_output_tokens": 3},
+    "/v1/score": {"text_1": "Once", "text_2": "twice"},
+    "/v1/rerank": {"query": "Once", "documents": ["a", "b"]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_ids_of_all_routes_are_known(served: Served, path: str) -> None:
+    client = served.client("key-of-ann")
+    options: dict[str, Any] = {"body": {"model": "kvern-1m", **BODIES[path]}, "cast_to": httpx.Response}
+    said = client.post(path.removeprefix("/v1").partition("?")[0], **options).text
+    answer_id = re.search(r'"id": ?"((?:msg_|resp_|score-|rerank-)[^"]+)"', said)
+    assert answer_id is not None, said
+    told = explanation(served, answer_id[1])
+    assert (told["path"], told["answer_id"]) == (path.partition("?")[0], answer_id[1])
 
 
 def test_an_answer_that_a_stop_string_ended_has_its_record(served: Served) -> None:

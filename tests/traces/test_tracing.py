@@ -55,10 +55,18 @@ def test_the_tokens_of_each_prompt_count_once() -> None:
 def test_a_trace_waits_for_the_record_of_each_prompt() -> None:
     served = request()
     served.lost(served.given("0"), "it died")
-    served.given("1")
+    served.given("1", 0)
     served.given("1")
     served.recorded("1", record("7-0#0", 9))
-    served.recorded("1", record("7-0#1", 9))
     assert offered(served) == 0
     served.recorded("1", record("7-1#0", 4))
+    assert offered(served) == 1
+
+
+def test_a_trace_waits_for_the_record_of_each_answer() -> None:
+    served = request()
+    served.given("0", 2)
+    served.recorded("0", record("7-0#1", 9))
+    assert offered(served) == 0
+    served.recorded("0", record("7-0#0", 9))
     assert offered(served) == 1

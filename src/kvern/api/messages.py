@@ -18,6 +18,7 @@ from kvern.errors import InvalidRequest, shown
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.pieces import Message
 from kvern.request.sampling_params import SamplingParams
+from kvern.serving.served import named
 from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.checks import read_tools
 
@@ -240,7 +241,7 @@ def message_answer(output: RequestOutput, chat: ChatRequest, model: str) -> dict
     answer = output.outputs[0]
     message = chat.message(answer.text)
     return {
-        "id": f"msg_{uuid.uuid4().hex}",
+        "id": named(f"msg_{uuid.uuid4().hex}"),
         "type": "message",
         "role": "assistant",
         "model": model,

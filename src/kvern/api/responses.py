@@ -38,6 +38,7 @@ from kvern.io.json_lines import as_json
 from kvern.request.logprobs import Logprob
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.request.sampling_params import SamplingParams
+from kvern.serving.served import named
 from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.checks import read_tools
 
@@ -188,7 +189,7 @@ def _begun(
 ) -> dict[str, Any]:
     """Returns a response before its answer."""
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": named(f"resp_{uuid.uuid4().hex}"),
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",

@@ -18,6 +18,7 @@ from kvern.api.unknown_fields import check_extras
 from kvern.engine.scoring import Pair, Score, ScoredPrompt, score_of
 from kvern.errors import shown
 from kvern.request.outputs import RequestOutput
+from kvern.serving.served import named
 
 SCORE = "/v1/score"
 FIELDS = frozenset({"context", "continuations", "logprobs", "add_special_tokens"})
@@ -54,7 +55,7 @@ def score_answer(
     """Returns the scores of pairs; `prompts` are made of the pairs."""
     scores = [score_of(output, prompt) for output, prompt in zip(outputs, prompts, strict=True)]
     return {
-        "id": f"score-{uuid.uuid4().hex}",
+        "id": named(f"score-{uuid.uuid4().hex}"),
         "object": "list",
         "created": int(time.time()),
         "model": model,

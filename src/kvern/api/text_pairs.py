@@ -20,6 +20,7 @@ from kvern.api.unknown_fields import check_extras
 from kvern.engine.relevance import sigmoid
 from kvern.engine.scoring import Score
 from kvern.errors import shown
+from kvern.serving.served import named
 
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 """The names of the two texts in /v1/score, as in vLLM."""
@@ -173,7 +174,7 @@ def probability_of_yes(yes: Score, no: Score) -> float:
 def pairs_answer(relevances: Relevances, model: str) -> dict[str, Any]:
     """Returns the scores in the order of the pairs."""
     return {
-        "id": f"score-{uuid.uuid4().hex}",
+        "id": named(f"score-{uuid.uuid4().hex}"),
         "object": "list",
         "created": int(time.time()),
         "model": model,
@@ -218,7 +219,7 @@ def rerank_answer(body: RerankBody, relevances: Relevances, model: str) -> dict[
         document = {"document": {"text": body.asked.pairs[index][1]}} if body.with_documents else {}
         results.append({"index": index, "relevance_score": scores[index], **document})
     return {
-        "id": f"rerank-{uuid.uuid4().hex}",
+        "id": named(f"rerank-{uuid.uuid4().hex}"),
         "model": model,
         "method": relevances.method,
         "results": results,

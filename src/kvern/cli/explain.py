@@ -17,7 +17,7 @@ class ExplainCommand:
     """Say what a request to a running server spent its time on: the largest cause first, then a timeline."""
 
     request_id: tyro.conf.Positional[str]
-    """The x-request-id of the answer, or the id in it (chatcmpl-...)."""
+    """The x-request-id of the answer, or the id in it (chatcmpl-..., msg_...)."""
     base_url: str = "http://127.0.0.1:8000"
     """URL of the server: http://host:port or https://host, with a prefix if it has one."""
     api_key: str | None = None

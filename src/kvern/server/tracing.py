@@ -26,7 +26,7 @@ OPERATIONS = {
 }
 """The conventions' names of operations by path; others have their path's last part."""
 LATE_SECONDS = 1.0
-"""The time after the end of a request whose client has left, at which its engine has said what became of it."""
+"""The time after the end of a request at which its engine has said what became of each of its answers."""
 
 
 def start(config: ServerConfig, say: Callable[[str], None]) -> "Tracing | None":
@@ -51,8 +51,7 @@ class Tracing:
         if not self._sampling.takes(context, served.ended or 0.0, failed=failed):
             return
         trace_id, parent_id = (random.randbytes(16), 0) if context is None else (context.trace_id, context.parent_id)
-        given = sum(passage.until is None for passage in served.passages)
-        if given > len(_prompts([record for _, record in served.records])):
+        if served.asked > served.answers:
             loop = asyncio.get_running_loop()
             loop.call_later(LATE_SECONDS, lambda: self.traces.offer(trace_of(served, trace_id, parent_id)))
         else:

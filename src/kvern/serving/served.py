@@ -64,6 +64,8 @@ class ServedRequest:
     passages: list[Passage] = field(default_factory=list)
     moves: int = 0
     """The number of passages that ended because the engine could not go on."""
+    asked: int = 0
+    """The number of answers that engines were asked for, each of which has a record at its end."""
     answers: int = 0
     """The number of records that came; `MOST_RECORDS` of them are kept."""
     grown: "Callable[[ServedRequest], None] | None" = None
@@ -105,8 +107,9 @@ class ServedRequest:
                 found[cause] = max(seconds, found.get(cause, 0.0))
         return found
 
-    def given(self, engine: str) -> Passage:
-        """An engine gets a prompt."""
+    def given(self, engine: str, answers: int = 1) -> Passage:
+        """An engine gets a prompt, with so many answers to it that none had before."""
+        self.asked += answers
         passage = Passage(engine, self.seconds)
         if len(self.passages) < MOST_RECORDS:
             self.passages.append(passage)
@@ -129,6 +132,13 @@ class ServedRequest:
 
 SERVED: ContextVar[ServedRequest | None] = ContextVar("SERVED", default=None)
 """The HTTP request that is being answered; None outside servers."""
+
+
+def named(answer_id: str) -> str:
+    """Returns an answer's id, by which the HTTP request that is being answered is found as well."""
+    if (served := SERVED.get()) is not None:
+        served.answer_id = answer_id
+    return answer_id
 
 
 def key_hash(name: str, client: str = "") -> str:
@@ -170,6 +180,8 @@ class Ledger:
         elif self._ended.get(place) is not served:
             return
         self._ended[place] = served
+        if served.answer_id is not None:
+            self._answers[served.key, served.answer_id] = place
         size = served.size
         self._bytes += size - self._sizes.get(place, 0)
         self._sizes[place] = size

@@ -98,7 +98,8 @@ class Generation:
         """An engine gets it."""
         self.begun_at = time.monotonic()
         if self.served is not None:
-            self._passage = self.served.given(engine)
+            answers = 1 if self.spec.params.beam_width is not None else len(self.spec.answer_ids)
+            self._passage = self.served.given(engine, 0 if self.resumed else answers)
 
     def lose(self, reason: str) -> None:
         """The engine that had it is gone, or gives it up."""

@@ -14,7 +14,7 @@ from kvern.server.bodies import let_go, read_object
 from kvern.server.http import LACKS_HEADER, apart, header_of_names, ignored_header, loaded, path_of, whole_answer
 from kvern.server.keys import ApiKey
 from kvern.server.service import Answerer, Ask
-from kvern.serving.served import SERVED
+from kvern.serving.served import named
 
 if TYPE_CHECKING:
     from kvern.server.streams import EventStream
@@ -35,8 +35,7 @@ class Completions:
             await loaded("kvern.api.unknown_fields")
         ask, writer, streams = await self._read(body, url, request.state.key)
         headers = ignored_header(body, known_fields(url)) | header_of_names(LACKS_HEADER, writer.lacks)
-        if (served := SERVED.get()) is not None:
-            served.answer_id = writer.head("")["id"]
+        named(writer.head("")["id"])
         let_go(request, body)
         if ask.is_large:
             await loaded("kvern.api.logprobs")
