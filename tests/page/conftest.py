@@ -17,7 +17,18 @@ ANSWERED = ("400 (Bad Request)", "net::ERR_FAILED", "net::ERR_CONNECTION_REFUSED
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Served]:
-    options = ("--threads", "1", "--dtype", "float32", "--max-model-len", "2048", "--kv-tier", "host:64MB")
+    options = (
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "2048",
+        "--kv-tier",
+        "host:64MB",
+        "--trace-layers",
+        "20",
+    )
     with serving("kvern-1m", "--api-key", KEY, *options, "--adapter", f"gull={ADAPTERS['gull']}") as served:
         yield served
 

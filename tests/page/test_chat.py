@@ -184,6 +184,8 @@ def test_the_engine_tab_tells_of_the_model_and_draws_the_metrics(page: Page, ser
     expect(between).to_contain_text(re.compile("[mµ]s"))
     expect(page.locator(".totals", has_text="tokens generated")).to_contain_text(re.compile(r"[1-9]"))
     expect(page.locator(".verdict")).to_contain_text("of the time", timeout=30_000)
+    parts = page.locator(".parts", has_text="Decode steps")
+    expect(parts.locator("tr", has_text="attention")).to_contain_text(re.compile("[mµ]s.*%"))
     store = page.locator(".store", has_text="KV tier: host")
     expect(store.locator("div", has_text="state")).to_have_text("stateon")
     expect(store.locator("div", has_text="tokens stored")).to_contain_text(re.compile("[1-9]"))

@@ -41,13 +41,12 @@ const TOTALS = {
 };
 
 export function Engine({ shown }) {
-  const [{ readings, points, failure, verdicts }, setState] = useState({ readings: [], points: [] });
+  const [{ readings, points, failure, told }, setState] = useState({ readings: [], points: [] });
   const [pointed, setPointed] = useState(null);
   usePolling(shown, async (signal) => {
     try {
       const [text, told] = await Promise.all([metrics(signal), engines(signal)]);
-      const verdicts = told.filter(({ verdict }) => verdict);
-      setState((state) => ({ ...grown(state, parse(text, performance.now() / 1000)), verdicts }));
+      setState((state) => ({ ...grown(state, parse(text, performance.now() / 1000)), told }));
     } catch (error) {
       const failure = [403, 404].includes(error.status) ? "This server has no metrics, or they are not for this key: those with admin=1 or metrics=1 may read them." : error.message;
       if (!signal.aborted) setState((state) => ({ ...state, failure }));
@@ -69,7 +68,8 @@ export function Engine({ shown }) {
     <div class="engine">
       <Facts />
       <Stores stores={readings.at(-1).stores} />
-      <Verdicts verdicts={verdicts} />
+      <Verdicts verdicts={told.filter(({ verdict }) => verdict)} />
+      <Parts engines={told.filter(({ step_parts }) => step_parts?.length)} />
       <h2>Figures</h2>
       <p class={failure ? "failure" : "hint"} role={failure ? "alert" : undefined}>
         {failure ?? (ago ? `${ago} s ago` : "The last two minutes, every second. Latencies and hits are over ten seconds.")}
@@ -105,6 +105,39 @@ function Verdicts({ verdicts }) {
         </p>
       ))}
     </section>
+  );
+}
+
+/** Where the time of a step of each engine goes, if its layers are measured. */
+function Parts({ engines }) {
+  return engines.flatMap(({ model, engine, step_parts }) =>
+    step_parts.map((step) => (
+      <section key={`${model} ${engine} ${step.step}`} class="parts">
+        <h2>
+          {step.step === "decode" ? "Decode steps" : "Steps with prompts"}: {seconds(step.seconds)}, {number(step.tokens)} tokens
+          {engines.length > 1 && ` (${model}, engine ${engine})`}
+        </h2>
+        <table>
+          <thead>
+            <tr>
+              {["part", "time", "share", "bound"].map((name) => (
+                <th key={name}>{name}</th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {step.parts.map((part) => (
+              <tr key={part.part}>
+                <th>{part.part}</th>
+                <td>{seconds(part.seconds)}</td>
+                <td>{percent(part.share)}</td>
+                <td>{seconds(part.bound_seconds)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </section>
+    )),
   );
 }
 
