@@ -83,6 +83,12 @@ class EngineConfig:
     data_parallel_size: int = 1
     """Engines behind one server, each with a copy of the model: on a GPU each, or on a share of the processor's cores
     each. A request goes where most of its prompt is cached, or to the engine with the least load."""
+    prefill_engines: int = 0
+    """Engines of the server that compute long prompts, with which decode_engines go on: answers do not wait for prompts
+    of others. Keys and values go from one to the other through kv_tier, by default host memory. 0: all engines do
+    both."""
+    decode_engines: int = 0
+    """Engines beside prefill_engines, which compute answers and short prompts."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and answer. None: the model's context, as far as the memory allows."""
     kv_cache: Literal["paged", "contiguous"] = "paged"
@@ -262,6 +268,7 @@ class EngineConfig:
         for name in ("adapters", "chat_template_kwargs", "hf_overrides", "override_generation_config"):
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
+        self._divide_engines()
         self._check_tiers()
         self._check_experts()
         requests = self.max_batch_requests or 1
@@ -300,6 +307,38 @@ class EngineConfig:
             if getattr(self, name) not in options:
                 choices = ", ".join(filter(None, options))
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must be one of {choices}")
+
+    def _divide_engines(self) -> None:
+        """Sets the number of engines, and a tier that hands prompts over, if there are prefill engines.
+
+        Raises ConfigError.
+        """
+        given = f"prefill_engines is {self.prefill_engines} and decode_engines {self.decode_engines}"
+        engines = self.prefill_engines + self.decode_engines
+        if min(self.prefill_engines, self.decode_engines) < 0 or (
+            engines and not (self.prefill_engines and self.decode_engines)
+        ):
+            raise ConfigError(f"{given}: give at least 1 of each, or neither")
+        if not engines:
+            return
+        if self.data_parallel_size not in (1, engines):
+            raise ConfigError(
+                f"{given}, and data_parallel_size is {self.data_parallel_size}: leave it out, or make it {engines}"
+            )
+        if not self.prefix_cache:
+            raise ConfigError(f"{given}, which needs the prefix cache, which is off: turn prefix_cache on")
+        object.__setattr__(self, "data_parallel_size", engines)
+        kinds = [option.removesuffix(OPTIONAL).partition(":")[0] for option in self.kv_tier]
+        if not kinds:
+            object.__setattr__(self, "kv_tier", ("host", "peer"))
+        elif "host" in kinds and "peer" not in kinds:
+            at = kinds.index("host") + 1
+            object.__setattr__(self, "kv_tier", (*self.kv_tier[:at], "peer", *self.kv_tier[at:]))
+        if self.executor == "ray" and not {*kinds} - {"host", "peer"}:
+            raise ConfigError(
+                f"{given}, and executor ray with kv_tier {self.shown_kv_tier}, memory of one machine: name a store "
+                "that all nodes reach, such as valkey://host:6379"
+            )
 
     def _check_tiers(self) -> None:
         """Raises ConfigError for options of tiers without what they need."""

@@ -21,13 +21,18 @@ from tests.support.combined_images import seeing_model
 from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
 from tests.support.idle import core_here, is_idle
 from tests.support.internals import engine_of
-from tests.support.rank_features import DIVISIONS, OF_ENGINES, models_of
+from tests.support.rank_features import DIVISIONS, OF_ENGINES, SEVERAL, models_of
 from tests.support.speculation import AnyLength, Remembered
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 ASKED = [frozenset(["structured", "n", "logprobs"]), frozenset(["beams"]), frozenset(["prefix cache"])]
 """What features of engines are tried with."""
 EVERYTHING = [features | {"prefix cache", "preemption", "streaming", "speculation"} for features in TOGETHER]
+
+
+@pytest.fixture(autouse=True)
+def hands_over_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.serving.replicas.LEAST_HANDED_OVER", 65)
 
 
 @dataclass
@@ -157,7 +162,7 @@ def divided(
 
 def everything_with(division: str) -> list[frozenset[str]]:
     """Of two engines, or ranks with requests of their own, each has room for its half, as it may come."""
-    several = not {"data_parallel_size", "enable_dp_attention"}.isdisjoint(DIVISIONS[division])
+    several = division in SEVERAL or "enable_dp_attention" in DIVISIONS[division]
     together = frozenset(OF_TEXT) - ({"preemption"} if several else set())
     return [features & together for features in EVERYTHING]
 
@@ -178,7 +183,7 @@ class Engines:
         if division != self._division:
             self.close()
             asks = plain_asks() + [ask for features in everything_with(division) for ask in asks_with(features, 1)]
-            options = {"proposer": "ngram"} if "data_parallel_size" in DIVISIONS[division] else {}
+            options = {"proposer": "ngram"} if division in SEVERAL else {}
             made = divided(division, self.alone(division), asks, True, options)
             self._made = self._open.enter_context(made)
             self._division = division
@@ -278,7 +283,7 @@ def test_features_beside_images(division: str, models: Models) -> None:
     whole_experts = "enable_expert_parallel" in DIVISIONS[division]
     alone = models.alone(**models.seeing("qwen3_vl_moe" if whole_experts else "qwen3_vl"))
     asks = plain_asks() + [ask for features in with_images(division) for ask in asks_with(features, 1)]
-    options = {"proposer": "ngram"} if "data_parallel_size" in DIVISIONS[division] else {}
+    options = {"proposer": "ngram"} if division in SEVERAL else {}
     with divided(division, alone, asks, True, options) as engine:
         engine.check(with_images(division))
 

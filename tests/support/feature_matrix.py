@@ -33,7 +33,8 @@ SEVERAL = """
 
 Each of these features, and each below, is tried with each division of a model, in two or four processes on CPUs, and
 gets the answers of one process: {divisions}. `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, `ep` is `-tp` with
-`--enable-expert-parallel`, `DP attention` is that with `--enable-dp-attention`. What each refuses is in [several
+`--enable-expert-parallel`, `DP attention` is that with `--enable-dp-attention`, `prefill + decode` is
+`--prefill-engines 1 --decode-engines 1`. What each refuses is in [several
 GPUs](parallel.md#what-is-refused).
 
 """

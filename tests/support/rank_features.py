@@ -10,8 +10,11 @@ DIVISIONS: Mapping[str, dict[str, Any]] = {
     "ep 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "DP attention 2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_dp_attention": True},
     "dp 2": {"data_parallel_size": 2},
+    "prefill + decode": {"prefill_engines": 1, "decode_engines": 1},
     "tp 2 x pp 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
+SEVERAL = ("dp 2", "prefill + decode")
+"""Those with several engines."""
 MIXTURE: Mapping[str, Mapping[str, Any]] = {"qwen3_moe": {"intermediate_size": 128}}
 """The family whose whole experts are placed, with sizes that cut no group; other divisions have the embedded model."""
 

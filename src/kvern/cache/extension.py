@@ -173,6 +173,10 @@ class CacheExtension:
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """The steps from `step` on have failed. No request runs; those of `waiting` need not wait for a report."""
 
+    def shared(self, request: Request, contents: Sequence[int]) -> Callable[[], bool] | None:
+        """Returns what says whether other engines find all of a prompt that they can; None: they never will."""
+        return None
+
     def renew(self) -> Sequence[Request]:
         """Later steps compute with other weights; returns the requests that need not wait any longer."""
         return ()

@@ -366,6 +366,11 @@ class KVCacheManager:
         for extension in self.extensions:
             extension.count(statistics)
 
+    def shared(self, request: Request) -> Callable[[], bool] | None:
+        """Returns what says whether other engines find the prompt of a request; None: they never will."""
+        found = (extension.shared(request, _contents(request)) for extension in self.extensions)
+        return next((each for each in found if each is not None), None)
+
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """The steps from `step` on failed, and no request holds blocks; those of `waiting` wait for no report."""
         self.completed(step - 1)

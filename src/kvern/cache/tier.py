@@ -528,6 +528,13 @@ class TierTraffic(CacheExtension):
             self._states.settle(load.state, load.path[page.end - 1], load.step)
             load.state = NO_STATE
 
+    def shared(self, request: Request, contents: Sequence[int]) -> Callable[[], bool] | None:
+        """Others find the last page that they can continue from: it is saved after those before it."""
+        *_, end = chain([None], self._pages(_Prompt(request, contents, [], 0, {})))
+        parts = [Part.BLOCKS] * self._has_blocks
+        parts += [Part.WINDOWS] * (self._windows is not None) + [Part.STATE] * (self._states is not None)
+        return lambda: end is None or all(self._tier.source(end[0], part) is not None for part in parts)
+
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """All loads are given up; the requests do without them, whatever failed."""
         loads = list(self._loading.values())

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """Seconds that an idle engine waits for a grammar before it looks for messages."""
+HAND_OVER_SECONDS = 1.0
+"""Seconds after which a prompt is handed over though a store does not have all of it, as one that is full."""
 
 
 class CoreTiming(NamedTuple):
@@ -105,6 +107,10 @@ class EngineCore(EngineLoop):
             scheduler.observe(self._recorder)
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
+        self._prompts: dict[str, Request] = {}
+        """Requests whose prompts are computed for other engines."""
+        self._handing: list[tuple[TokenEvent, Callable[[], bool], float]] = []
+        """The last events of these, what says whether a store has the prompt, and until when that is awaited."""
         self._folder = folder
         self._digests: dict[int, bytes] = {}
         """The digests of the adapters that requests may use, by their keys."""
@@ -123,7 +129,7 @@ class EngineCore(EngineLoop):
     @property
     def has_work(self) -> bool:
         """A call of `step` would do something."""
-        return self._has_steps or bool(self._in_flight) or bool(self._held)
+        return self._has_steps or bool(self._in_flight) or bool(self._held) or bool(self._handing)
 
     @property
     def _has_steps(self) -> bool:
@@ -194,6 +200,8 @@ class EngineCore(EngineLoop):
         self._counted.requests += 1
         self._counted.prompt_tokens += request.prompt_length
         request.queue.arrived_at = self._clock()
+        if request.spec.hands_over:
+            self._prompts[request.request_id] = request
         self._name(request)
         if request.params.beam_width is not None:
             self._beams.begin(request)
@@ -286,6 +294,7 @@ class EngineCore(EngineLoop):
         records = []
         for request_id in request_ids:
             request = self.scheduler.get(request_id)
+            self._prompts.pop(request_id, None)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
             elif request_id in self._held:
@@ -312,6 +321,8 @@ class EngineCore(EngineLoop):
         if failed := self.scheduler.cache.failed():
             reasons = {request.unit: reason for request, reason in failed}
             return [event for unit, reason in reasons.items() for event in self._fail_unit(unit, reason)]
+        if self._handing and (handed := self._handed_over()):
+            return handed
         if self._trial.settle():
             self.scheduler.restrict(self._trial.units)
         if self._held:
@@ -333,7 +344,7 @@ class EngineCore(EngineLoop):
             if self._trial.units is not None and not self.scheduler.cache.is_loading:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
-            elif self._has_steps:
+            elif self._has_steps or self._handing:
                 self._rest()
             return []
         return self._collect_oldest()
@@ -370,6 +381,8 @@ class EngineCore(EngineLoop):
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
+        if self._prompts:
+            events = [event for event in events if not self._awaits_store(event)]
         if self.drafting is not None:
             answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
             self.drafting.propose(answered, len(self.scheduler.running))
@@ -377,6 +390,22 @@ class EngineCore(EngineLoop):
             counts = len(requests), len(self.scheduler.waiting), self._counted.generation_tokens
             self._ring.write(self._seconds.last, counts, self._seconds.spent)
         return events
+
+    def _awaits_store(self, event: TokenEvent) -> bool:
+        """True if an event is told later: the prompt that it ends is not in a store yet."""
+        request = None if event.finish_reason is None else self._prompts.pop(event.request_id, None)
+        shared = None if request is None else self.scheduler.cache.shared(request)
+        if shared is not None:
+            self._handing.append((event, shared, self._clock() + HAND_OVER_SECONDS))
+        return shared is not None
+
+    def _handed_over(self) -> list[TokenEvent]:
+        """The last events of prompts that another engine finds now, or has to do without."""
+        now = self._clock()
+        ready = [each for each in self._handing if each[1]() or now >= each[2]]
+        if ready:
+            self._handing = [each for each in self._handing if each not in ready]
+        return [event for event, *_ in ready]
 
     def _rest(self) -> None:
         """Waits a little for what is loaded."""
@@ -446,6 +475,7 @@ class EngineCore(EngineLoop):
         """End queued requests that cannot go on; the events that say why."""
         events = []
         for request in requests:
+            self._prompts.pop(request.request_id, None)
             if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
                 self.scheduler.finish(request, "abort", reason)
                 ids = request.answer_ids if request.search is None else request.search.answer_ids

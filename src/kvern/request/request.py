@@ -190,6 +190,23 @@ class RequestSpec(RequestOptions, frozen=True, array_like=True, gc=False):
     """The order among requests that the policy ranks equal, lowest first: users share an engine by it."""
     predicted: tuple[int, ...] = ()
     """The tokens of the predicted output, from which drafts are taken."""
+    hands_over: bool = False
+    """Another engine answers: this one computes the prompt, and its end is reported once a store of the tier has it."""
+
+    def prompt_alone(self) -> "RequestSpec":
+        """Returns the request for an engine that hands the prompt over: one token is sampled, which nobody uses."""
+        return msgspec.structs.replace(
+            self,
+            params=ResolvedParams(temperature=0.0, max_tokens=1),
+            max_tokens=1,
+            stop_token_ids=frozenset(),
+            bad_word_ids=(),
+            breakers=None,
+            grammar=None,
+            predicted=(),
+            whole=True,
+            hands_over=True,
+        )
 
     @property
     def bans_or_biases(self) -> bool:

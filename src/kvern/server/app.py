@@ -124,7 +124,8 @@ class Server:
         trouble, several = self.service.trouble, self.service.replicas
         told = {"engines": several} if several else {}
         if trouble is None:
-            return json_response({"ready": True, **told})
+            degraded = self.service.degraded
+            return json_response({"ready": True, **({"degraded": degraded} if degraded else {}), **told})
         return json_response({"ready": False, "reason": trouble, **told}, 503)
 
     async def ping(self, request: Request) -> Response:

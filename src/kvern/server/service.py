@@ -388,11 +388,12 @@ class Service:
     def replicas(self) -> list[dict[str, object]]:
         """The state of each engine of models that have several."""
         several = (one for one in self.engines if one.client.replicas.named)
-        return [
-            {"model": one.models[0], "engine": replica.name, "ready": replica.supervisor.is_ready}
-            for one in several
-            for replica in one.client.replicas
-        ]
+        return [{"model": one.models[0], **replica.state} for one in several for replica in one.client.replicas]
+
+    @property
+    def degraded(self) -> str | None:
+        """The reason why something works less well than it should, though all models have engines; None: all works."""
+        return next((found for one in self.engines if (found := one.client.replicas.degraded) is not None), None)
 
     def states(self) -> list[dict[str, object]]:
         """Returns the state of each engine: its verdict, and those of its requests that have been here longest."""
@@ -404,8 +405,7 @@ class Service:
                 found.append(
                     {
                         "model": one.models[0],
-                        "engine": replica.name,
-                        "ready": ready,
+                        **replica.state,
                         "verdict": verdict and {**verdict._asdict(), "share": round(verdict.share, 3)},
                         "step_parts": replica.metrics.layers.recent(),
                         "oldest_requests": [generation.told(now) for generation in oldest],

@@ -54,8 +54,17 @@ class Siblings(Protocol):
         """There are several engines, which keep prefixes: each tells which."""
         ...
 
+    @property
+    def splits(self) -> bool:
+        """Some engines compute prompts for the others, or did before they were removed."""
+        ...
+
     def has_other(self, replica: "Replica") -> bool:
         """Another one takes requests."""
+        ...
+
+    def go_on(self, generation: Generation) -> None:
+        """Give an engine a request that none has, or whose prompt another has computed."""
         ...
 
     def move(self) -> None:
@@ -89,6 +98,10 @@ class Replica:
             self.supervisor, siblings.outputs, self._probation, siblings.turns, self.metrics, self._prefixes
         )
         self.workload.engine = self.name
+        self.is_prefill = number < config.prefill_engines
+        """It computes prompts for others, and answers only if these are gone."""
+        if self.is_prefill:
+            self.workload.handed_over = siblings.go_on
         self.workload.changed = self._weigh
         self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
         self._started = False
@@ -98,6 +111,12 @@ class Replica:
     def accepts(self) -> bool:
         """There is an engine that begins with requests at once."""
         return self.supervisor.is_ready and not self._probation.active and not self.leaving
+
+    @property
+    def state(self) -> dict[str, object]:
+        """Its name, whether it takes requests, and its role if there are several, for people."""
+        role = {"role": "prefill" if self.is_prefill else "decode"} if self._siblings.splits else {}
+        return {"engine": self.name, "ready": self.supervisor.is_ready, **role}
 
     @property
     def stranded(self) -> list[Generation]:

@@ -32,7 +32,7 @@ from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
 from kvern.serving.client_inputs import ClientInputs
 from kvern.serving.client_weights import ClientWeights
 from kvern.serving.places import Place, check_memory, place_of, places_of
-from kvern.serving.prefix_index import PrefixIndex
+from kvern.serving.prefix_index import Level, PrefixIndex
 from kvern.serving.replica import Replica
 from kvern.serving.served import SERVED
 from kvern.serving.supervisor import Supervisor, until_one_is_available
@@ -40,6 +40,11 @@ from kvern.serving.wire import Ready
 from kvern.serving.workload import Generation, Turns
 
 logger = logging.getLogger("kvern")
+
+LEAST_HANDED_OVER = 256
+"""Tokens of a prompt that an engine has not cached, from which on another computes them for it."""
+MOST_AHEAD = 8
+"""A prompt is computed where it is answered if so many times its tokens wait for the engine that would compute it."""
 
 
 class Replicas:
@@ -111,6 +116,18 @@ class Replicas:
         return str(self._staying[0].supervisor.unavailable or "the engine is being replaced")
 
     @property
+    def splits(self) -> bool:
+        """Some engines compute prompts for the others, or did before they were removed."""
+        return self._config.prefill_engines > 0
+
+    @property
+    def degraded(self) -> str | None:
+        """The reason why something works less well than it should; None: all works."""
+        if not self.splits or self.resting or any(one.is_prefill and one.supervisor.is_ready for one in self._staying):
+            return None
+        return "no prefill engine takes requests: decode engines compute all prompts"
+
+    @property
     def unfinished(self) -> int:
         """Answers that have not ended, running or waiting."""
         return len(self.outputs)
@@ -177,6 +194,8 @@ class Replicas:
             config = dataclasses.replace(
                 self._config,
                 data_parallel_size=1,
+                prefill_engines=0,
+                decode_engines=0,
                 max_model_len=promised.max_model_len,
                 max_batch_requests=promised.max_batch_requests,
             )
@@ -278,12 +297,7 @@ class Replicas:
         """
         await self.until_available()
         for generation in sorted(generations, key=lambda one: one.most_tokens, reverse=True):
-            error = generation.lost_adapter(self.adapters.lost)
-            if error is None:
-                self._chosen(generation).workload.take(generation)
-            else:
-                self.withdraw([generation])
-                generation.fail(error)
+            self.go_on(generation)
 
     def prepare(
         self,
@@ -356,6 +370,15 @@ class Replicas:
                     if chosen is not None:
                         replica.workload.give(generation, chosen.workload)
 
+    def go_on(self, generation: Generation) -> None:
+        """Give an engine a request that none has, or whose prompt another has computed."""
+        error = generation.lost_adapter(self.adapters.lost)
+        if error is None:
+            self._chosen(generation).workload.take(generation)
+        else:
+            self.withdraw([generation])
+            generation.fail(error)
+
     def has_other(self, replica: Replica) -> bool:
         """Another one takes requests."""
         return any(other.accepts for other in self if other is not replica)
@@ -414,6 +437,7 @@ class Replicas:
 
     def _chosen(self, generation: Generation) -> Replica:
         """Returns the engine for a request: one that starts it at once, else the one that may be soonest."""
+        generation.hands_over = False
         if len(self) == 1:
             return self._replicas[0]
         if (cheapest := self._cheapest(generation)) is not None:
@@ -421,17 +445,35 @@ class Replicas:
         staying = self._staying
         known = [replica for replica in staying if generation.spec.adapter in replica.adapters.known]
         ready = [replica for replica in known if replica.supervisor.is_ready]
-        return min(ready or staying, key=lambda replica: replica.workload.tokens)
+        usual = [replica for replica in ready if not replica.is_prefill]
+        return min(usual or ready or staying, key=lambda replica: replica.workload.tokens)
 
     def _cheapest(self, generation: Generation) -> Replica | None:
-        """Returns the cheapest engine that starts it at once; None: there is none."""
+        """Returns the cheapest engine that starts it at once; None: there is none.
+
+        It is a prefill engine if the prompt is long enough.
+        """
+        generation.hands_over = False
+        levels = self.index.levels(generation.names)
+        usual = self._cheapest_of(generation, levels, prefill=False)
+        if not self.splits:
+            return usual
+        before = self._cheapest_of(generation, levels, prefill=True)
+        if before is None or usual is None or not generation.may_hand_over:
+            return usual or before
+        uncached = usual.workload.uncached(generation)
+        waits = before.workload.tokens - usual.workload.tokens > MOST_AHEAD * uncached
+        generation.hands_over = uncached >= LEAST_HANDED_OVER and not waits
+        return before if generation.hands_over else usual
+
+    def _cheapest_of(self, generation: Generation, levels: Sequence[Level], *, prefill: bool) -> Replica | None:
         adapter = generation.spec.adapter
 
         def may(number: int) -> bool:
             replica = self._numbered[number]
-            return replica.accepts and adapter in replica.adapters.known
+            return replica.accepts and adapter in replica.adapters.known and replica.is_prefill == prefill
 
-        number = self.loads.cheapest(self.index.levels(generation.names), may)
+        number = self.loads.cheapest(levels, may)
         return None if number is None else self._numbered[number]
 
 

@@ -117,9 +117,13 @@ class ServedRequest:
 
     def lost(self, passage: Passage, reason: str) -> None:
         """The engine gives a prompt up that has not ended."""
+        self.handed_over(passage, reason)
+        self.moves += 1
+
+    def handed_over(self, passage: Passage, reason: str) -> None:
+        """Another engine goes on with a prompt, as was intended."""
         passage.until = self.seconds
         passage.reason = reason
-        self.moves += 1
 
     def recorded(self, engine: str, record: RequestRecord) -> None:
         """An answer has ended in an engine."""

@@ -50,6 +50,10 @@ class Generation:
         """An engine that died had it."""
         self.spared = False
         """An engine that had it was killed, for which it was not suspected, and it has not got on since."""
+        self.hands_over = False
+        """The engine that has it computes its prompt for another."""
+        self.handed_over = False
+        """An engine has computed its prompt for another."""
         self.names: list[bytes] = []
         """The names of its prompt's prefixes, by which cached ones are found."""
         self.expected: Expected | None = None
@@ -101,6 +105,21 @@ class Generation:
             answers = 1 if self.spec.params.beam_width is not None else len(self.spec.answer_ids)
             self._passage = self.served.given(engine, 0 if self.resumed else answers)
 
+    @property
+    def may_hand_over(self) -> bool:
+        """An engine may compute its prompt for another, which needs nothing of it but keys and values."""
+        params, is_new = self.spec.params, not any(answer.token_ids for answer in self.output.outputs)
+        return is_new and not self.handed_over and not self.spec.embed and params.prompt_logprobs is None
+
+    def hand_over(self) -> None:
+        """Its prompt is computed: another engine goes on."""
+        if self.served is not None and self._passage is not None:
+            self.served.handed_over(self._passage, "its prompt was computed")
+            self._passage = None
+        self.hands_over, self.handed_over = False, True
+        self.begun_at = 0.0
+        self.progress = 0
+
     def lose(self, reason: str) -> None:
         """The engine that had it is gone, or gives it up."""
         if self.served is not None and self._passage is not None:
@@ -115,6 +134,8 @@ class Generation:
 
         If it may be the cause of engines' deaths, every token is reported.
         """
+        if self.hands_over:
+            return AddRequest(self.spec.prompt_alone())
         if not any(answer.token_ids for answer in self.output.outputs) and not self.resumed:
             return AddRequest(self.spec)
         spec = msgspec.structs.replace(self.spec, whole=False)
@@ -211,6 +232,8 @@ class Workload:
         """The time at which those on trial, or all, were given to the present engine, by the monotonic clock."""
         self.engine = "0"
         """The name of the engine."""
+        self.handed_over: Callable[[Generation], None] | None = None
+        """Is called when the engine has computed a prompt for another; None: it never does."""
         self.fate = "another engine took it over"
         """The reason why the engine loses its requests next."""
         self._served: WeakValueDictionary[str, ServedRequest] = WeakValueDictionary()
@@ -226,9 +249,9 @@ class Workload:
         self.running[generation.output.request_id] = generation
         generation.workload = self
         self.sequences += generation.spec.params.sequences
-        uncached = generation.spec.prompt_length - self._prefixes.cached_tokens(generation.names)
+        uncached = self.uncached(generation)
         self.computed += uncached
-        self._weigh(generation, uncached + answer_tokens(generation.spec))
+        self._weigh(generation, uncached + (0 if generation.hands_over else answer_tokens(generation.spec)))
         if self._supervisor.is_ready and not self._probation.active:
             self._begin(generation)
 
@@ -269,6 +292,8 @@ class Workload:
 
     def deliver(self, events: Sequence[TokenEvent]) -> None:
         """Let them grow by what the engine did."""
+        if self.handed_over is not None:
+            events = self._hand_over(events, self.handed_over)
         if not events:
             return
         for event in events:
@@ -295,6 +320,20 @@ class Workload:
                 generation.progress += 1
                 generation.spared = False
                 self.clear(generation)
+
+    def _hand_over(self, events: Sequence[TokenEvent], handed_over: Callable[[Generation], None]) -> list[TokenEvent]:
+        """Let other engines go on with prompts that are computed; the events of other requests, and those of faults."""
+        others = []
+        for event in events:
+            generation = self.running.get(generation_id(event.request_id))
+            if generation is None or not generation.hands_over or event.finish_reason == "abort":
+                others.append(event)
+            elif event.finish_reason is not None:
+                self._remove(generation.output.request_id)
+                self.clear(generation)
+                generation.hand_over()
+                handed_over(generation)
+        return others
 
     def clear(self, generation: Generation) -> None:
         """It got on, or has ended: nothing is to be feared of it now."""
@@ -333,6 +372,10 @@ class Workload:
         except Exception as error:
             logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
             self.end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))
+
+    def uncached(self, generation: Generation) -> int:
+        """The number of tokens of its prompt that the engine probably has to compute."""
+        return generation.spec.prompt_length - self._prefixes.cached_tokens(generation.names)
 
     def _remove(self, request_id: str) -> Generation | None:
         generation = self.running.pop(request_id, None)
