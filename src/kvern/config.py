@@ -165,6 +165,10 @@ class EngineConfig:
     of the free memory; peer, the host memory of the server's other engines on this machine; disk:/path:500GB;
     valkey://host:port, or valkeys:// for TLS; mooncake://host:port. Prompts continue from them where that is faster
     than computing. With ?optional behind it a store is left out, with a warning, where there can be none."""
+    kv_events_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """JSON object that says where to publish which blocks the prefix cache has, as vLLM does, for routers of fleets:
+    enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, bind. Events contain the tokens of
+    prompts and answers, and nothing is encrypted."""
     kv_tier_max_age: str | None = None
     """Age after which a page on a disk or a Valkey server is not used any more and is removed: seconds, or such as 90m,
     12h or 7d. None: pages stay until they are evicted."""

@@ -112,6 +112,10 @@ DOCUMENTED: list[tuple[str, dict[str, Any]]] = [
         {"hf_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
     ),
     (
+        """serve m --kv-events-config '{"enable_kv_cache_events": true, "publisher": "zmq", "topic": "kv-events"}'""",
+        {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv-events"}},
+    ),
+    (
         """serve m --default-chat-template-kwargs '{"enable_thinking": false}'""",
         {"chat_template_kwargs": {"enable_thinking": False}},
     ),

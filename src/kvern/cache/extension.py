@@ -184,6 +184,9 @@ class CacheExtension:
     def count(self, statistics: EngineStatistics) -> None:
         """Write its counters."""
 
+    def close(self) -> None:
+        """The engine ends."""
+
     def check(self, running: Sequence[Request], loading: Sequence[Request]) -> int:
         """Raise AssertionError if the extension's data are inconsistent; returns its references to blocks.
 

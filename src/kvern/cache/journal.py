@@ -5,7 +5,7 @@ prefix tree --gain, lose--> CacheJournal --add, remove--> NameLedger --take--> w
 
 from bisect import bisect_right
 
-from kvern.cache.keys import WORD_BYTES, block_key, contents_in, edge_key, length_of, root_key
+from kvern.cache.keys import WORD_BYTES, block_key, contents_in, edge_key, has_marks, length_of, root_key
 from kvern.cache.prefix_names import ENDS, named_tokens
 from kvern.cache.radix import Node, RadixCache
 
@@ -113,7 +113,7 @@ class CacheJournal:
             edges.append(above.edge)
             extra = length_of(above.edge) - (self._ends[above] - start)
         edge, names = b"".join(reversed(edges)), []
-        if length_of(edge) * WORD_BYTES == len(edge):
+        if not has_marks(edge):
             start -= extra
             for stop in stops:
                 name = edge_key(name, edge[WORD_BYTES * extra : WORD_BYTES * (stop - start)])

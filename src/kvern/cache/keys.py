@@ -119,9 +119,14 @@ def contents_in(edge: bytes) -> tuple[int, ...]:
     return tuple(found)
 
 
+def has_marks(edge: bytes) -> bool:
+    """True if positions of an edge may stand for something else than tokens."""
+    return _MARKED in edge
+
+
 def length_of(edge: bytes) -> int:
     """The number of positions of an edge."""
-    return len(contents_in(edge)) if _MARKED in edge else len(edge) // WORD_BYTES
+    return len(contents_in(edge)) if has_marks(edge) else len(edge) // WORD_BYTES
 
 
 def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:

@@ -371,6 +371,11 @@ class KVCacheManager:
         found = (extension.shared(request, _contents(request)) for extension in self.extensions)
         return next((each for each in found if each is not None), None)
 
+    def close(self) -> None:
+        """The engine ends."""
+        for extension in self.extensions:
+            extension.close()
+
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """The steps from `step` on failed, and no request holds blocks; those of `waiting` wait for no report."""
         self.completed(step - 1)

@@ -164,6 +164,9 @@ class EngineCore(EngineLoop):
     def wake(self) -> None:
         self.executor.wake()
 
+    def close(self) -> None:
+        self.scheduler.cache.close()
+
     def watch_cache(self, wanted: bool) -> None:
         self.scheduler.cache.watch(wanted)
 

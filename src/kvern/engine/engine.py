@@ -145,6 +145,7 @@ class Engine:
     def close(self) -> None:
         """Abort what runs, and free the memory. Nothing can be run afterwards."""
         self.abort(self.request_ids)
+        self.core.close()
         del self.core
 
     def statistics(self) -> EngineStatistics:

@@ -311,6 +311,21 @@ def states(config: EngineConfig, layout: Layout) -> MakeExtension | None:
     return partial(StatePool, layout.states, apart, page_blocks=page_blocks)
 
 
+def kv_events(config: EngineConfig) -> MakeExtension | None:
+    """The events of the prefix cache, if they are published. Raises ConfigError."""
+    if not config.kv_events_config:
+        return None
+    from kvern.engine.kv_events import KVEvents, KVEventsConfig
+
+    options = KVEventsConfig.of(config.kv_events_config)
+    if options is not None and (config.enable_dp_attention or not config.prefix_cache):
+        raise ConfigError(
+            "kv_events_config needs one prefix cache in an engine: leave it out, or enable_dp_attention, and turn "
+            "prefix_cache on"
+        )
+    return None if options is None else partial(KVEvents, options)
+
+
 EXTENSIONS: list[Callable[[EngineConfig, Layout], MakeExtension | None]] = [windows, states]
 """Each says how its extension is made for an engine, or None if the engine does not need it."""
 
@@ -318,6 +333,8 @@ EXTENSIONS: list[Callable[[EngineConfig, Layout], MakeExtension | None]] = [wind
 def make_extensions(config: EngineConfig, layout: Layout, tier: "TierIndex | None") -> list[MakeExtension]:
     """All extensions of an engine, a tier's last."""
     found = [made for make in EXTENSIONS if (made := make(config, layout)) is not None]
+    if (events := kv_events(config)) is not None:
+        found.append(events)
     if tier is None:
         return found
     from kvern.cache.messages import blocks_of_page

@@ -53,6 +53,9 @@ class EngineLoop(ABC):
     def statistics(self) -> EngineStatistics:
         """The counters as they stand."""
 
+    def close(self) -> None:  # noqa: B027 (an encoder has nothing to close)
+        """The engine ends."""
+
     def count_experts(self) -> "Callable[[], LayerCounts]":
         """Begin to read how many tokens each expert of each layer has had; what is returned may wait for the device."""
         return list

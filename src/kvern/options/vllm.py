@@ -239,7 +239,7 @@ ALIKE: dict[Rule, tuple[str, ...]] = {
     Refused("give it by --hf-overrides"): ("rope_scaling", "rope_theta"),
     Refused("vectors have the form that the model's own files say"): ("pooler_config", "override_pooler_config"),
     Refused("there are no models of such layers"): ("mamba_block_size", "mamba_cache_dtype", "mamba_ssm_cache_dtype"),
-    Refused(NO_TRANSFER): ("kv_transfer_config", "kv_events_config", "ec_transfer_config"),
+    Refused(NO_TRANSFER): ("kv_transfer_config", "ec_transfer_config"),
     Refused(NO_PLUGIN): ("worker_cls", "worker_extension_cls", "io_processor_plugin", "additional_config"),
     Refused(NO_DRAFT): ("num_speculative_tokens", "num_lookahead_slots"),
     Speculation(NO_DRAFT): ("speculative_config",),

@@ -30,6 +30,7 @@ OF_ONE_MODEL = (
     "hf_overrides",
     "draft_model",
     "adapters",
+    "kv_events_config",
     "served_model_name",
 )
 """Engine options that say something of one model; all others hold for each model that has no value of its own."""

@@ -1,5 +1,6 @@
 """One of the engines of a model, in its place: what it says, its requests, and its successors."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -85,7 +86,7 @@ class Replica:
         """It gets no new requests, and ends when it has none."""
         self.metrics = Metrics(config.model_names[0])
         self._earlier = self._latest = EngineStatistics()
-        self.supervisor = Supervisor(place.config(config), self, place, process)
+        self.supervisor = Supervisor(_numbered(place.config(config), number), self, place, process)
         self.adapters = EngineAdapters(self.supervisor)
         self.weights = EngineWeights(self.supervisor)
         self.traces = EngineTraces(self.supervisor)
@@ -276,3 +277,13 @@ class Replica:
         self.workload.resume()
         self._siblings.adapters.resume(self.adapters)
         self._siblings.move()
+
+
+def _numbered(config: EngineConfig, number: int) -> EngineConfig:
+    """Returns an engine's options with its number, by which its events and their addresses differ from others'."""
+    if not config.kv_events_config:
+        return config
+    first = config.kv_events_config.get("data_parallel_rank", 0)
+    return dataclasses.replace(
+        config, kv_events_config={**config.kv_events_config, "data_parallel_rank": first + number}
+    )
