@@ -91,6 +91,7 @@ async def answers_of_async() -> list[str]:
         return [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.nightly
 def test_in_asyncio() -> None:
     gull, captain, plain = asyncio.run(answers_of_async())
     assert gull == "The ship's cat is called Gull."

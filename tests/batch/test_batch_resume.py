@@ -219,6 +219,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(start: Start, whole: Pa
     assert (tmp_path / "out.jsonl").read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out.csv", marks=pytest.mark.nightly)])
 def test_a_full_disk_keeps_what_was_done(start: Start, whole: Path, tmp_path: Path, output: str) -> None:
     process = start("in.jsonl", output, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000)))

@@ -279,6 +279,7 @@ def test_bad_workloads_are_refused(folders: dict[str, Path], capsys: pytest.Capt
         assert "kvern plan: error:" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_server_takes_what_the_plan_chooses(folders: dict[str, Path]) -> None:
     """Unless its options do not go with it."""
     config = EngineConfig(str(folders["70b"]), load_format="dummy")

@@ -72,6 +72,7 @@ def test_a_report_reads_headers_alone(client: Client, knows_ranges: bool, tmp_pa
     assert not list((tmp_path / "home").rglob("snapshots/*/*.safetensors")), "weights were downloaded"
 
 
+@pytest.mark.nightly
 def test_what_is_wrong_is_said(client: Client) -> None:
     assert "downloads are off (HF_HUB_OFFLINE)" in kvern(client, "models", MODEL, code=2, HF_HUB_OFFLINE="1")
     assert "downloads are off (HF_HUB_OFFLINE)" in kvern(client, "pull", MODEL, code=2, HF_HUB_OFFLINE="1")

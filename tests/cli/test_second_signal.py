@@ -39,6 +39,7 @@ def python(code: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "stuck", ["loop", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("thread", "engine", "load"))]
 )

@@ -232,12 +232,6 @@ def test_a_url_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert "http://one two:8000 does not answer" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving("--model", "kvern-1m", "--threads", "1") as served:
-        yield served
-
-
 def test_one_look_at_a_real_server(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     url = server.url.removesuffix("/v1")
     server.client().completions.create(model="kvern-1m", prompt="Once", max_tokens=20)

@@ -214,6 +214,7 @@ def test_draft_models_go_on_uncaptured(
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_starts_import_no_compiler() -> None:
     """What PyTorch offers to watch its own operations with brings one, which takes seconds."""
     program = (

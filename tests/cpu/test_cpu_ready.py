@@ -230,6 +230,7 @@ def test_what_is_cut_short_is_made_again(
         assert groups(machine.folder, caplog) == (frozenset(GROUPS), [])
 
 
+@pytest.mark.nightly
 def test_libraries_that_were_not_used_for_longest_are_forgotten(
     machine: Machine, unchecked: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BEGIN = """
 import gc, mmap, os, resource, sys, threading
 from pathlib import Path
@@ -72,5 +74,6 @@ def test_memory_that_was_given_back_returns_as_it_was_and_caches_are_empty(tmp_p
     run(GIVEN_BACK, tmp_path)
 
 
+@pytest.mark.nightly
 def test_nothing_is_given_back_that_the_file_cannot_hold(tmp_path: Path) -> None:
     run(NO_SPACE, tmp_path)

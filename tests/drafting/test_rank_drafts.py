@@ -167,6 +167,7 @@ def test_a_head_that_is_asked_late_has_read_prompts_in_parts(tmp_path: Path) -> 
     assert len(found[0][1]) > 20
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "divided", [TWO_STAGES, pytest.param(TWO_STAGES | TWO_RANKS, marks=pytest.mark.nightly)], ids=str
 )

@@ -63,6 +63,7 @@ def test_of_a_long_text_the_end_is_asked(served: tuple[Drafts, str], tiny_model:
         assert (len(drafts.bodies[-1]["prompt"][0]) < len(whole)) == cut
 
 
+@pytest.mark.nightly
 def test_texts_cross_between_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of another kvern are right that have come as text, and change no token."""
     wait_for_answers(monkeypatch)

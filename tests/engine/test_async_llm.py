@@ -45,6 +45,7 @@ def test_async_verbs_answer_like_those_of_llm(tiny_llm: LLM, tiny_model: Path) -
     serve(tiny_model, work)
 
 
+@pytest.mark.nightly
 def test_async_streams_share_batches(tiny_model: Path) -> None:
     async def read(engine: AsyncLLM, number: int) -> list[int]:
         texts = [""]

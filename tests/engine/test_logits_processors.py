@@ -247,6 +247,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served.stop()
 
 
+@pytest.mark.nightly
 def test_the_example(server: Served) -> None:
     client = server.client()
     options: dict[str, Any] = {"model": "kvern-12m", "prompt": "Once upon a time", "max_tokens": 40, "seed": 1}

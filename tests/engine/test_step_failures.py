@@ -209,6 +209,7 @@ def server(packages: None) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.nightly
 def test_a_server_answers_all_others(server: Served) -> None:
     """A processor that returns logits of another shape takes the whole step with it."""
     client = server.client()

@@ -21,6 +21,7 @@ def resident(pid: int) -> int:
     return int(line.split()[1]) << 10
 
 
+@pytest.mark.nightly
 def test_files_harm_their_own_request_alone(tmp_path: Path) -> None:
     folder = make_vision_model("mistral3", tmp_path / "model")
     generator = random.Random(SEED)

@@ -122,6 +122,7 @@ def test_what_is_no_picture_is_refused_by_name(llm: LLM) -> None:
             llm.chat(asked(shown(image), part), PARAMS)
 
 
+@pytest.mark.nightly
 def test_answers_say_how_many_tokens_are_of_images(kind: str, server: Served) -> None:
     small, large = picture(224, 224), picture(448, 448)
     client = server.client()

@@ -38,6 +38,7 @@ def test_structured_answers(drafts: bool, tmp_path: Path, on_device: Callable[..
         assert bool(llm.statistics().accepted_tokens) == drafts
 
 
+@pytest.mark.nightly
 @DRAFTS
 def test_logits_processors(
     drafts: bool, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch

@@ -27,8 +27,9 @@ from tests.support.tiny_model import make_tiny_model
 pytestmark = pytest.mark.usefixtures("few_products")
 
 SDPA = {"attention_backend": "torch_sdpa"}
-BY_DAY = ("llama", "qwen3_moe", "gemma4")
+BY_DAY = ("qwen3_moe", "gemma4")
 BY_NIGHT = (
+    "llama",
     "gemma2",
     "olmo2",
     "gemma3",
@@ -172,6 +173,7 @@ def test_drafts_leave_the_answers(options: dict[str, Any], folder: Path, on_devi
         check_integrity(llm)
 
 
+@pytest.mark.nightly
 def test_a_draft_model_guesses_without_the_host(folder: Path, on_device: Callable[..., LLM]) -> None:
     """The model guesses for itself: its drafts are right if the keys that they were guessed by are."""
     params = [

@@ -77,6 +77,7 @@ def test_a_model_that_drafts_for_itself_is_right(
         assert draft(newest) == expected(newest)
 
 
+@pytest.mark.nightly
 def test_prompts_are_replayed_where_a_model_drafts(
     tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def use_everything(llm: LLM, adapter: str | None) -> None:
             llm.generate([prompt] * rows, plain, adapter=[adapter, None] * (rows // 2) + [adapter] * (rows % 2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
 def test_what_is_launched_was_launched_at_start(
@@ -265,6 +266,7 @@ def test_what_a_draft_head_launches_was_launched_at_start(
     assert not missing, "\n".join(missing)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "names", "changes"),
     [

@@ -76,6 +76,7 @@ INT4 = LinearMethods(
 BLOCKS = LinearMethods(Scaled("e4m3", Block(32, 32)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tokens", [1, pytest.param(5, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("linear", "width"),

@@ -47,6 +47,7 @@ class SecondOfTwo(Ranks):
         return torch.stack([x] * self.size)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_what_layers_of_a_rank_launch_was_launched_at_start(
     quantization: Literal["int8"] | None,

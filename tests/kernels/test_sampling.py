@@ -112,10 +112,10 @@ def test_filters(device: torch.device, dtype: torch.dtype) -> None:
 def test_ties_of_the_last_are_kept(device: torch.device) -> None:
     params = [SamplingParams(temperature=1.0, top_k=2), SamplingParams(temperature=1.0, top_p=0.4)]
     rows = make_rows(device, params)
-    logits = torch.full((40, 8), -9.0)
+    logits = torch.full((28, 8), -9.0)
     logits[:, 2:6] = 1.0
-    slots = [0, 1] * 20
-    chosen = choose(logits.to(device), rows, slots, torch.arange(40, device=device), filtered=True)
+    slots = [0, 1] * 14
+    chosen = choose(logits.to(device), rows, slots, torch.arange(28, device=device), filtered=True)
     assert set(chosen[::2]) == {2, 3, 4, 5}
     assert set(chosen[1::2]) == {2, 3, 4, 5}
 

@@ -32,6 +32,7 @@ def test_runs_that_would_leave_the_card_idle_share_their_keys_out(
     assert not SplitPrefill([LAYER], PROCESSORS, arrived[:1], 2).pays(queries)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_they_attend_as_others_do(deterministic: bool, device: torch.device) -> None:
     shapes = Shapes([LAYER], 4, torch.float32, torch.float32, device, 8, 2000)

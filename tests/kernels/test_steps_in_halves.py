@@ -116,6 +116,7 @@ def test_layers_with_experts_join_the_halves_of_those_without(tmp_path: Path) ->
         assert calls[: len(LAYER) + len(JOINED)] == [*LAYER, *JOINED]
 
 
+@pytest.mark.nightly
 def test_layers_without_experts_halve_what_those_with_some_hand_on(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=3, mlp_only_layers=[1])
     expected = sampled(folder, ALONE)

@@ -51,7 +51,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("features", PAIRS)
 def test_two_features(features: frozenset[str], alone: Alone) -> None:
     check_combinations([features], alone)

@@ -34,6 +34,7 @@ def test_hub_id_is_downloaded_once_and_found_offline(client: Client) -> None:
     assert client.hub.requests == []
 
 
+@pytest.mark.nightly
 def test_of_a_tokenizer_no_weights_are_downloaded(client: Client) -> None:
     folder = Path(client.resolve("kvern-tests/tiny", weights=False))
     assert (folder / "tokenizer.json").is_file() and not (folder / "model.safetensors").exists()
@@ -41,6 +42,7 @@ def test_of_a_tokenizer_no_weights_are_downloaded(client: Client) -> None:
     assert (folder / "model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 def test_revision_is_honoured(client: Client) -> None:
     assert Path(client.resolve("kvern-tests/tiny", "v2")).name == COMMITS["v2"]
     assert "has no revision 'v9': name a branch" in client.resolve("kvern-tests/tiny", "v9")
@@ -65,6 +67,7 @@ def test_offline_without_cache(client: Client) -> None:
     assert client.hub.requests == []
 
 
+@pytest.mark.nightly
 def test_hub_that_cannot_be_used(client: Client) -> None:
     client.hub.status = 403
     assert "refuses it (status 403): set HF_TOKEN" in client.resolve("kvern-tests/tiny")
@@ -126,6 +129,7 @@ def test_embedded_models_are_found_by_name(name: str | None) -> None:
     assert resolve_model(name) == EMBEDDED_FOLDER / (name or "kvern-12m")
 
 
+@pytest.mark.nightly
 def test_of_gguf_files_the_one_that_is_named_is_downloaded(client: Client) -> None:
     del client.hub.files["model.safetensors"]
     for name in ("tiny-Q4_K_M.gguf", "tiny-Q8_0.gguf", "mmproj-tiny.gguf", "big-Q2_K-00001-of-00002.gguf"):

@@ -114,7 +114,7 @@ def test_each_token_of_a_step_meets_its_own_state(gathered: int, monkeypatch: py
     torch.testing.assert_close(memory, after, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @several_families
 @pytest.mark.parametrize("kv_cache_tokens", [4 * 64, 64])
 def test_chunks_preemptions_and_hits_change_no_answer(

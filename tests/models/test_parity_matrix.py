@@ -53,7 +53,7 @@ def engine(reference: Reference, kv_cache: str, prefix_cache: bool, chunked_pref
     )
 
 
-@pytest.mark.sample(45)
+@pytest.mark.sample(36)
 @pytest.mark.parametrize(("family", "kv_cache", "prefix_cache", "chunked_prefill", "batching"), list(matrix()))
 def test_tokens_and_logits_equal_transformers(
     references: Callable[[str], Reference],

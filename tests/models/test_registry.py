@@ -271,6 +271,7 @@ def test_the_documentation_lists_every_model_type() -> None:
     assert not missing
 
 
+@pytest.mark.nightly
 def test_sizing_a_model_does_not_import_pytorchs_compiler() -> None:
     """It takes seconds, at every start."""
     code = (

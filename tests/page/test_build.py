@@ -28,6 +28,7 @@ def test_the_page_loads_nothing_from_outside() -> None:
     assert "@import" not in style
 
 
+@pytest.mark.nightly
 def test_the_browser_is_told_to_load_nothing_from_outside(page: Page) -> None:
     answer = page.reload()
     assert answer is not None

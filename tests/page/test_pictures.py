@@ -220,7 +220,7 @@ def test_pictures_go_with_exports_and_deleted_conversations(
 )
 def test_what_cannot_be_sent_is_named_before(page: Page, name: str, content: bytes, kind: str, said: str) -> None:
     attach(page, file(name, content, kind), file("good.png", SMALL))
-    expect(page.locator(".composer [role=alert]")).to_contain_text(said)
+    expect(page.locator(".composer [role=alert]", has_text=said)).to_be_visible()
     expect(thumbnails(page, ".composer")).to_have_attribute("alt", "good.png, 60 × 40 pixels")
 
 
@@ -231,9 +231,8 @@ def test_a_conversation_takes_as_many_pictures_as_the_server(page: Page) -> None
     ask(page, "what")
     expect(page.locator(".answer .markdown")).to_have_text("seen")
     attach(page, *[file(f"{number}.png", SMALL) for number in (31, 32)])
-    expect(page.locator(".composer [role=alert]")).to_contain_text(
-        "32.png was left out: a conversation has at most 32 pictures."
-    )
+    left_out = "32.png was left out: a conversation has at most 32 pictures."
+    expect(page.locator(".composer [role=alert]", has_text=left_out)).to_be_visible()
     expect(thumbnails(page, ".composer")).to_have_count(1)
 
 
@@ -255,7 +254,9 @@ def test_a_large_picture_is_reduced_and_a_body_has_an_end(page: Page) -> None:
         assert head == "data:image/jpeg;base64" and Image.open(io.BytesIO(base64.b64decode(data))).size == size
     just = saved(picture(1150, 1150))  # 4.0 MB, as it is
     attach(page, *[file(f"{number}.png", just) for number in range(3)])
-    expect(page.locator(".composer [role=alert]")).to_contain_text("2.png was left out: a request holds 15.0 MiB of")
+    expect(
+        page.locator(".composer [role=alert]", has_text="2.png was left out: a request holds 15.0 MiB of")
+    ).to_be_visible()
     expect(thumbnails(page, ".composer")).to_have_count(2)
 
 
@@ -328,7 +329,6 @@ def test_a_model_that_reads_text_alone_takes_no_pictures(browser: Browser, serve
         expect(page.get_by_label("Model", exact=True)).to_have_value("kvern-1m")
         expect(page.get_by_role("button", name="Attach pictures")).to_have_count(0)
         arrive(page, "paste", "[aria-label=Question]", "pasted.png")
-        expect(page.locator(".composer [role=alert]")).to_contain_text(
-            "pasted.png was left out: kvern-1m reads no pictures"
-        )
+        left_out = "pasted.png was left out: kvern-1m reads no pictures"
+        expect(page.locator(".composer [role=alert]", has_text=left_out)).to_be_visible()
         expect(thumbnails(page, ".composer")).to_have_count(0)

@@ -179,6 +179,7 @@ def a_death_is_unseen(served: Served, client: openai.OpenAI, expected: dict[str 
         client.completions.create(model="one", prompt=[5, 6])
 
 
+@pytest.mark.nightly
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_engines_come_and_go_while_streams_run(

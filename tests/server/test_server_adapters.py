@@ -212,6 +212,7 @@ BY_NIGHT = {"slow-rank", "slow-alpha"}
 """Each is given four seconds of a processor, as a slow target is."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "names",
     [

@@ -227,6 +227,7 @@ def test_a_key_that_fills_the_disk_stops_no_batch_for_good(tmp_path: Path) -> No
         subprocess.run(["umount", "-l", tmp_path], check=True, capture_output=True)
 
 
+@pytest.mark.nightly
 def test_a_batch_waits_while_its_key_may_keep_no_more(tmp_path: Path) -> None:
     content = rows(100, max_tokens=20, ignore_eos=True)
     quota = len(content) * 3 // 2

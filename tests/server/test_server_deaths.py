@@ -122,6 +122,7 @@ def test_an_engine_that_stops_while_it_loads_is_replaced(expected: list[str]) ->
         assert streams.texts() == expected
 
 
+@pytest.mark.nightly
 def test_no_engine_for_a_while(tmp_path: Path) -> None:
     """Streams wait; others are told when to come again, and why; nobody has to start the server again."""
     folder = make_tiny_model(tmp_path / "model")

@@ -196,6 +196,7 @@ def killed(server: Served) -> None:
     eventually(lambda: server.figure("engine_restarts_total", ADMIN) > restarts)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_replaced_has_the_new_weights(
     server: Served, folder: Path, expected: dict[str, Answers], tmp_path: Path
 ) -> None:

@@ -154,6 +154,7 @@ def ask(server: Served, body: dict[str, Any] | bytes) -> tuple[int, Any]:
     return status, answer
 
 
+@pytest.mark.nightly
 def test_bad_forms_beside_streams(server: Served, alone: list[list[str]]) -> None:
     wrong = []
     with Streams(server, alone):

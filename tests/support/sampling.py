@@ -14,13 +14,14 @@ import pytest
 def leave_to_the_night(items: Iterable[pytest.Item]) -> None:
     """Marks the cases that no sample has."""
     cases: dict[str, list[pytest.Function]] = defaultdict(list)
+    sizes: dict[str, int] = {}
     for item in items:
-        sampled = isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("sample")
-        if sampled and not item.get_closest_marker("nightly"):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for of_a_test in cases.values():
-        (most,) = of_a_test[0].get_closest_marker("sample").args
-        chosen = sample([(case.callspec.id, values_of(case)) for case in of_a_test], most)
+        mark, name = item.get_closest_marker("sample"), item.nodeid.partition("[")[0]
+        if mark is not None and isinstance(item, pytest.Function) and not item.get_closest_marker("nightly"):
+            cases[name].append(item)
+            (sizes[name],) = mark.args
+    for name, of_a_test in cases.items():
+        chosen = sample([(case.callspec.id, values_of(case)) for case in of_a_test], sizes[name])
         for place, case in enumerate(of_a_test):
             if place not in chosen:
                 case.add_marker(pytest.mark.nightly)

@@ -86,6 +86,7 @@ def test_pages_of_another_process(option: str, store: Store) -> None:
         assert get(store, range(10), SIZE + 1) == [False] * 10
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "delay", [pytest.param(0.0, marks=pytest.mark.nightly), 0.01, pytest.param(0.05, marks=pytest.mark.nightly)]
 )

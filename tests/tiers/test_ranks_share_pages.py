@@ -64,6 +64,7 @@ def test_pages_are_read_by_any_number_of_ranks(
         assert stored_files(pages) == stored, "the same pages have other names"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "divided", "stored"),
     [

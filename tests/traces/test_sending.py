@@ -137,6 +137,7 @@ def test_a_killed_process_is_replaced(collector: Collector, way: Traces) -> None
     eventually(lambda: len(collector.named("chat")) == 1)
 
 
+@pytest.mark.nightly
 def test_nobody_listens(said: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     way = Traces("http://127.0.0.1:9/v1/traces", said.append)
