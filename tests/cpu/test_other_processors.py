@@ -10,8 +10,9 @@ from kvern.cpu.kernel_library import FLAGS, SOURCES
 from kvern.cpu.processor import ARM
 
 CROSS = "aarch64-linux-gnu-g++"
-BY_DAY = ("attention.cpp", "linear.cpp", "packed_int8.cpp", "threads.cpp")
-"""The longest, and the threads that all use."""
+TILES = Path(__file__).with_name("tiles.cpp")
+BY_DAY = ("attention.cpp", "linear.cpp", "packed_int8.cpp", "threads.cpp", TILES.name)
+"""The longest, the threads that all use, and the portable form of matrix tiles."""
 
 
 @pytest.mark.sample(1)
@@ -20,11 +21,11 @@ BY_DAY = ("attention.cpp", "linear.cpp", "packed_int8.cpp", "threads.cpp")
     "source",
     [
         pytest.param(source, id=source.name, marks=[] if source.name in BY_DAY else [pytest.mark.nightly])
-        for source in sorted(SOURCES.glob("*.cpp"))
+        for source in (*sorted(SOURCES.glob("*.cpp")), TILES)
     ],
 )
 def test_kernels_compile_for_arm(source: Path) -> None:
     [neon] = ARM
-    command = [CROSS, *FLAGS, *neon.flags, "-Wall", "-Werror", "-fsyntax-only", str(source)]
+    command = [CROSS, *FLAGS, *neon.flags, "-Wall", "-Werror", "-fsyntax-only", f"-I{SOURCES}", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
