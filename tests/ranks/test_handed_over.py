@@ -281,6 +281,10 @@ def test_a_server_of_both_kinds(tiny_model: Path) -> None:
     with serving(*options, "--prefill-engines", "1", "--decode-engines", "1") as served:
         assert answer_of(served, text) == expected
         assert served.figure("tier_hit_tokens_total", store="peer", engine="1") >= LEAST_HANDED_OVER - 64
+        assert served.figure("prompts_handed_over_total", engine="0") == 1
+        name = served.client().completions.create(model="tiny", prompt=f"And {text}", max_tokens=4).id
+        explained = served.raw("GET", f"/v1/requests/{name}/explain")[2]
+        assert "prefill" in {part["cause"] for part in explained["causes"]} and not explained["moves"]
         told = served.raw("GET", "/ready")[2]
         assert "degraded" not in told
         assert [(one["engine"], one["role"]) for one in told["engines"]] == [("0", "prefill"), ("1", "decode")]

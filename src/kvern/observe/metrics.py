@@ -270,6 +270,7 @@ class Metrics:
         self.layers = StepParts(self._labels)
         self.registry.register(self.layers)
         self._finished = self._family(Counter, "request_success", "Answers that ended, by reason.", "finished_reason")
+        self._handed_over = self._counter("prompts_handed_over", "Prompts that the engine has computed for others.")
 
     def watch_gpu(self, uuid: str) -> None:
         """Adds memory and utilization of this GPU, if the driver reports them."""
@@ -314,6 +315,10 @@ class Metrics:
         """Counts a restart; the new engine's counters begin at 0."""
         self._restarts.inc()
         self._begin_anew()
+
+    def handed_over(self) -> None:
+        """Counts a prompt that the engine has computed for another."""
+        self._handed_over.inc()
 
     def weights_changed(self) -> None:
         """Counts a change of weights."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.request.record import RequestRecord, Wait
-from kvern.serving.served import ServedRequest
+from kvern.serving.served import PREFILLED, ServedRequest
 
 WAITED: dict[Wait, str] = {
     "queue": "for the next step",
@@ -79,7 +79,8 @@ def _parts(served: ServedRequest, record: RequestRecord | None, whole: float) ->
     before = min((passage.given for passage in served.passages), default=whole)
     for passage in served.passages:
         if passage.until is not None:
-            yield Part("lost", passage.until - passage.given, f"in engine {passage.engine}: {passage.reason}")
+            cause = "prefill" if passage.reason == PREFILLED else "lost"
+            yield Part(cause, passage.until - passage.given, f"in engine {passage.engine}: {passage.reason}")
     if record is None:
         given = [passage.given for passage in served.passages if passage.until is None]
         if given:

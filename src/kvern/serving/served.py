@@ -16,6 +16,8 @@ import msgspec
 
 from kvern.request.record import RequestRecord, Wait
 
+PREFILLED = "its prompt was computed for another engine"
+"""The reason for which a prefill engine gives a prompt up."""
 MOST_ENDED = 10_000
 """The number of ended requests that are remembered."""
 MOST_BYTES = 64 << 20
@@ -120,7 +122,7 @@ class ServedRequest:
         self.handed_over(passage, reason)
         self.moves += 1
 
-    def handed_over(self, passage: Passage, reason: str) -> None:
+    def handed_over(self, passage: Passage, reason: str = PREFILLED) -> None:
         """Another engine goes on with a prompt, as was intended."""
         passage.until = self.seconds
         passage.reason = reason

@@ -114,7 +114,7 @@ class Generation:
     def hand_over(self) -> None:
         """Its prompt is computed: another engine goes on."""
         if self.served is not None and self._passage is not None:
-            self.served.handed_over(self._passage, "its prompt was computed")
+            self.served.handed_over(self._passage)
             self._passage = None
         self.hands_over, self.handed_over = False, True
         self.begun_at = 0.0
@@ -331,6 +331,7 @@ class Workload:
             elif event.finish_reason is not None:
                 self._remove(generation.output.request_id)
                 self.clear(generation)
+                self._metrics.handed_over()
                 generation.hand_over()
                 handed_over(generation)
         return others
