@@ -48,7 +48,7 @@ def milliseconds(replay: Any) -> float:
         replay()
     ended.record()
     ended.synchronize()
-    return float(begun.elapsed_time(ended)) / REPLAYS  # type: ignore[no-untyped-call]
+    return float(begun.elapsed_time(ended)) / REPLAYS
 
 
 def test_parts_add_up_to_the_step_and_the_memory_is_that_of_two_graphs() -> None:

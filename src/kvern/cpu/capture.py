@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,6 +93,14 @@ class Buffer:
     offset: int = -1
 
 
+class _Timed(NamedTuple):
+    """The marks of some stages: their codes, and [2, N] places and times, each of which has an address."""
+
+    codes: list[int]
+    memory: "np.ndarray[tuple[int, int], np.dtype[np.int64]]"
+    addresses: tuple[int, int]
+
+
 class Program:
     """The captured calls of several stages, each of which can be replayed alone.
 
@@ -132,6 +140,7 @@ class Program:
         self._offsets = np.array([buffer.offset + begin for _, buffer, begin in addresses], dtype=np.uint64)
         self._ends, self._calls = ends, [self._numbers.ctypes.data + 8 * start for start in starts]
         self._results: list[tuple[Tensor, ...]] = []
+        self._timed: dict[tuple[int, int], _Timed] = {}
         self._move(memory.bytes)
         for view, found in zip(chain(*self._results), chain(*results), strict=True):
             view.copy_(found)
@@ -148,11 +157,14 @@ class Program:
         if self._memory.bytes is not self._within:
             self._move(self._memory.bytes)
         begin, end = self._ends[first], self._ends[last + 1]
-        inner = [(place - begin, code) for place, code in self._marks if begin <= place <= end]
-        places = np.array([place for place, _ in inner], dtype=np.int64)
-        times = np.zeros_like(places)
-        _replay_timed(self._calls[begin], end - begin, places.ctypes.data, len(places), times.ctypes.data)
-        return self._results[last], [code for _, code in inner], times.tolist()
+        if (timed := self._timed.get((first, last))) is None:
+            inner = [(place - begin, code) for place, code in self._marks if begin <= place <= end]
+            memory = np.array([[place for place, _ in inner], [0] * len(inner)], dtype=np.int64)
+            addresses = memory.ctypes.data, memory.ctypes.data + memory[0].nbytes
+            timed = self._timed[first, last] = _Timed([code for _, code in inner], memory, addresses)
+        places, times = timed.addresses
+        _replay_timed(self._calls[begin], end - begin, places, len(timed.codes), times)
+        return self._results[last], timed.codes, timed.memory[1].tolist()
 
     def _move(self, memory: Tensor) -> None:
         self._within = memory

@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
@@ -194,6 +194,10 @@ PARTS_OF_STEPS = {
 """The parts of steps that read weights, by the beginnings of their kinds; embeddings may be the head, too."""
 
 
+MOST_KNOWN = 1024
+"""Numbers of rows whose bounds are kept."""
+
+
 @dataclass(frozen=True)
 class PartBounds:
     """The least seconds of the parts of steps: with all of a card's bandwidth, or all of its rate.
@@ -206,37 +210,60 @@ class PartBounds:
     split: Split
     token_bytes: float
 
+    _known: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict, repr=False, compare=False)
+    """The bounds without keys, by numbers of rows, of all rows and of those of the head."""
+
     def least(self, rows: int, prompt: int, keys: int, pairs: float) -> dict[str, float]:
         """Returns the bounds of the parts that have one, of a step as `StepLoad` describes it."""
+        sizes = rows, max(rows - prompt, 1)
+        if sizes not in self._known:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
+            self._known[sizes] = self._without_keys(*sizes)
+        found = self._known[sizes].copy()
+        for part, window, of_key, of_pair in self._attended:
+            seen = min(keys, (rows - prompt) * window) if window else keys
+            found[part] = found.get(part, 0.0) + of_key * seen + of_pair * pairs
+        return found
+
+    def _without_keys(self, rows: int, sampled: int) -> dict[str, float]:
         model = self.model
         split = self.split
         card = self.card
-        sums: dict[str, tuple[float, float]] = {}
+        reading: dict[str, float] = {}
+        computing: dict[str, float] = {}
         for share in model.shares:
             part = next((name for kind, name in PARTS_OF_STEPS.items() if share.kind.startswith(kind)), None)
             if part is None or (share.kind.startswith("embeddings") and share.kind != "embeddings"):
                 continue
-            count = max(rows - prompt, 1) if part == "head" else rows
-            read, computed = sums.get(part, (0.0, 0.0))
-            read += _read_part(model, share, split, count) * share.nbytes
-            sums[part] = (
-                read,
-                computed + _computed_part(model, share, split, count) * count * model.operations(share) / card.rate,
-            )
-        found = {part: max(read / card.bandwidth, computed) for part, (read, computed) in sums.items()}
-        attentions = model.spec.attentions
-        weights = found.pop("attention", 0.0)
-        numbers = sum(item.stored * item.kv_heads * item.head_dim for item in attentions)
+            count = sampled if part == "head" else rows
+            read = _read_part(model, share, split, count) * share.nbytes
+            computed = _computed_part(model, share, split, count) * count * model.operations(share)
+            reading[part] = reading.get(part, 0.0) + read / card.bandwidth
+            computing[part] = computing.get(part, 0.0) + computed / _rate(card, share)
+        found = {part: max(seconds, computing[part]) for part, seconds in reading.items()}
+        weights, attentions = found.pop("attention", 0.0), model.spec.attentions
         for item in attentions:
             part = "window" if item.window else "attention"
-            seen = min(keys, (rows - prompt) * item.window) if item.window else keys
-            read = self.token_bytes * item.stored * item.kv_heads * item.head_dim / (numbers or 1) * seen
-            multiplied = 4 * item.heads * item.head_dim * pairs / split.tensor
-            seconds = weights / len(attentions) + read / card.bandwidth + multiplied / card.rate
-            found[part] = found.get(part, 0.0) + seconds
+            found[part] = found.get(part, 0.0) + weights / len(attentions)
         if split.tensor > 1:
             found["collectives"] = _all_reduced(model, card, split, rows)
         return {part: seconds for part, seconds in found.items() if seconds}
+
+    @cached_property
+    def _attended(self) -> list[tuple[str, int, float, float]]:
+        """For each window the part, the window, 0 for none, and the seconds of a key and of a pair."""
+        sums: dict[int, tuple[float, float]] = {}
+        for item in self.model.spec.attentions:
+            numbers, products = sums.get(item.window or 0, (0.0, 0.0))
+            numbers += item.stored * item.kv_heads * item.head_dim
+            sums[item.window or 0] = numbers, products + 4 * item.heads * item.head_dim
+        each = self.token_bytes / (sum(numbers for numbers, _ in sums.values()) or 1.0) / self.card.bandwidth
+        rate = self.split.tensor * self.card.rate
+        return [
+            ("window" if window else "attention", window, each * numbers, products / rate)
+            for window, (numbers, products) in sums.items()
+        ]
 
 
 def splits(cards: int, model: Model) -> Iterator[Split]:
