@@ -88,7 +88,7 @@ def test_scores_are_those_of_transformers(family: Path, name: str) -> None:
         assert is_idle(llm)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.nightly
 def test_beside_other_requests_and_preempted(family: Path) -> None:
     """Others get what they get alone, and scores are right although both had to give way."""
     pairs = made_pairs()

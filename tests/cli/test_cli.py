@@ -396,6 +396,7 @@ def test_a_terminal_breaks_answers_between_words(text: str, shown: str, monkeypa
         assert screen.text == shown + "\n"
 
 
+@pytest.mark.nightly
 def test_a_prompt_of_the_command_line_is_answered_alone(model: Path) -> None:
     command = [sys.executable, "-m", "kvern", "chat", str(model), "the fox", "--temperature", "0", "--max-tokens", "4"]
     piped = subprocess.run(command, input="", env=ENVIRONMENT, capture_output=True, text=True, timeout=120)

@@ -109,6 +109,7 @@ def groups(folder: Path, caplog: pytest.LogCaptureFixture) -> tuple[frozenset[st
     return found, [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.nightly
 def test_processes_that_ask_at_the_same_time_compile_once(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     command = [sys.executable, "-c", ASK, str(machine.folder), *GROUPS]
     processes = [subprocess.Popen(command) for _ in range(3)]

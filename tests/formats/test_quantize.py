@@ -211,7 +211,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "method", "scheme"),
     [

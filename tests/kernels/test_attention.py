@@ -62,6 +62,7 @@ def test_requests_that_are_helped_beside_each_other(device: torch.device, window
     assert (found != whole).flatten(1).any(1).tolist() == [True, True, False, True]
 
 
+@pytest.mark.nightly
 def test_the_last_of_many_requests_is_helped(device: torch.device) -> None:
     """More than a program counts at once, of which two others have long contexts; one of these is a share."""
     starts = [3] * 300

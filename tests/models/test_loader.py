@@ -288,6 +288,7 @@ def loads_or_says_why(folder: Path) -> bool:
     return not message
 
 
+@pytest.mark.nightly
 def test_no_damage_to_the_configuration_is_more_than_one_line(folder: Path) -> None:
     config = read_config(folder) | {
         "rope_scaling": {

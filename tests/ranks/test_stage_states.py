@@ -112,6 +112,7 @@ def test_a_conversation_goes_on_behind_verified_answers(
             assert llm.statistics().cached_tokens > before
 
 
+@pytest.mark.nightly
 def test_an_engine_looks_up_drafts_and_follows_predictions(
     folder: Path, prompts: list[list[int]], expected: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_tokens_are_drawn_as_the_definition_says(fields: dict[str, Any]) -> None
     assert not all(same)
 
 
+@pytest.mark.nightly
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

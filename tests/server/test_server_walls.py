@@ -81,6 +81,7 @@ def test_one_key_fills_the_queue_for_itself_alone(server: Served) -> None:
     eventually(lambda: server.figure("num_requests_running", "admin-key") == 0)
 
 
+@pytest.mark.nightly
 def test_streams_of_one_key_leave_room_for_another_s_first_token(server: Served) -> None:
     alice, bob = server.client("alice-key"), server.client("bob-key")
     ended = list[str]()
