@@ -254,6 +254,14 @@ def test_addresses_are_those_of_the_engine_and_of_this_machine_alone() -> None:
     assert KVEventsConfig.of({"enable_kv_cache_events": True, "publisher": "null"}) is None
 
 
+def test_whoever_starts_it_hears_that_prompts_go_over_the_network(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="cannot be listened at"):
+        published({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://256.0.0.1:1", "bind": False})
+    assert not caplog.text
+    published({"endpoint": "tcp://192.0.2.1:5557"}).close()
+    assert "go over the network, unencrypted: tcp://192.0.2.1:5557" in caplog.text
+
+
 def test_an_engine_without_a_prefix_cache_has_no_events(tiny_model: Path, addresses: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="kv_events_config needs one prefix cache"):
         LLM(str(tiny_model), threads=1, kv_events_config=addresses, prefix_cache=False)

@@ -15,6 +15,7 @@ from kvern.errors import ConfigError, EngineClosed, EngineUnavailable, InvalidRe
 from kvern.llm import FailedRequest
 from kvern.request.request import RequestOptions
 from kvern.serving.several import SeveralEngines
+from kvern.serving.wire import CacheChanges
 from tests.support.batch_files import read_rows, run, write_rows
 from tests.support.internals import engine_of
 from tests.support.peft_adapters import make_adapter
@@ -180,6 +181,22 @@ def test_an_adapter_that_is_lost_before_a_step_ends_its_requests(tiny_model: Pat
     assert isinstance(failed, FailedRequest) and "the adapter cannot be read again: " in str(failed.error)
     assert tokens([plain]) == tokens(expected)
     eventually(lambda: two.statistics() is not None and all(engine.supervisor.is_ready for engine in engines(two)))
+
+
+def test_an_engine_of_which_messages_are_missing_tells_everything_again(two: LLM) -> None:
+    client, replica = engine_of(two).client, engines(two)[0]
+    eventually(lambda: two.statistics() is not None and all(engine.supervisor.is_ready for engine in engines(two)))
+    two.generate([[7] * 300, [8] * 300], PARAMS)
+    eventually(lambda: all(client.replicas.index.names_of(number) for number in range(2)))
+    before = set(client.replicas.index.names_of(0))
+
+    async def miss() -> None:
+        replica.hear_cache(CacheChanges(10_000, [b"wrong"], []))
+        assert not client.replicas.index.names_of(0)
+
+    engine_of(two)._thread.wait(miss())
+    eventually(lambda: client.replicas.index.names_of(0) == before)
+    client.replicas.index.check_integrity()
 
 
 @pytest.mark.nightly

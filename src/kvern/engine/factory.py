@@ -177,8 +177,13 @@ def check_layer_times(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def usable_tiers(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """The configuration without tiers that are optional and cannot be; those that can be are no longer optional."""
+    """The configuration without tiers that are optional and cannot be; those that can be are no longer optional.
+
+    Raises ConfigError.
+    """
     if spec.encoder is not None:
+        if config.kv_events_config:
+            raise ConfigError(f"kv_events_config: {spec.model_type} is an encoder and has no KV cache; leave it out")
         reason = f"{spec.model_type} is an encoder and has no KV cache"
     elif not config.prefix_cache:
         reason = "the prefix cache is off"

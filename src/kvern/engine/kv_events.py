@@ -165,7 +165,10 @@ class Publisher:
             self._socket = self._context.socket(zmq.PUB)
             self._socket.set(zmq.SNDHWM, config.hwm)
             self._socket.set(zmq.LINGER, 0)
-            _open(self._socket, config.address(config.endpoint), config.binds)
+            address = config.address(config.endpoint)
+            _open(self._socket, address, config.binds)
+            if not re.match(r"ipc://|inproc://|tcp://(127\.|localhost:|\[::1\])", address):
+                logger.warning("KV events with the tokens of all prompts go over the network, unencrypted: %s", address)
             if config.replay_endpoint is not None:
                 replay = self._context.socket(zmq.ROUTER)
                 replay.set(zmq.SNDHWM, config.buffer_steps + 1)
