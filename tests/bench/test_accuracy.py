@@ -59,9 +59,11 @@ def test_scores_are_the_share_of_answers_that_are_right_to_the_letter(
     assert len(graded.rates) == 1 and graded.rates[0] > 0
 
 
-def test_standard_errors_are_those_of_a_share() -> None:
+def test_standard_errors_and_intervals_are_those_of_a_share() -> None:
     score = share("one", [True] * 3 + [False])
     assert (score.value, score.error) == (0.75, pytest.approx(math.sqrt(0.75 * 0.25 / 4)))
+    assert score.interval == pytest.approx((0.3006, 0.9544), abs=1e-4)
+    assert share("all", [True] * 16).interval == pytest.approx((0.8064, 1.0), abs=1e-4)
 
 
 def test_configurations_by_texts() -> None:
@@ -116,6 +118,7 @@ def test_a_metric_is_better_the_way_that_lm_eval_says(monkeypatch: pytest.Monkey
         "higher_is_better": {"group": {"acc": None}, "told": {"ppl": False, "acc": True}},
     }
     scores = scores_of(found)
+    assert scores[1].interval == (12.5 - 1.96 * 0.5, 12.5 + 1.96 * 0.5)
     assert [(score.metric, score.error, score.better) for score in scores] == [
         ("acc", None, None),
         ("ppl", 0.5, "lower"),

@@ -86,9 +86,9 @@ def test_a_result_in_the_checkout_is_a_record_with_figures_of_its_runs(path: Pat
     for case in record.cases:
         for name, found in case.figures.items():
             if found.runs:
-                told, reckoned = (found.median, found.spread), figure(found.runs, found.unit)
-                wanted = (pytest.approx(reckoned.median), reckoned.spread)
-                assert told == wanted, f"{path.name}, {case.name}, {name}: median and spread are not those of the runs"
+                wanted, where = figure(found.runs, found.unit), f"{path.name}, {case.name}, {name}"
+                assert found.median == pytest.approx(wanted.median), f"{where}: the median is not that of the runs"
+                assert found.spread == wanted.spread, f"{where}: the spread is not that of the runs"
 
 
 def test_a_script_keeps_its_arguments_without_the_file_and_nothing_unasked(tmp_path: Path) -> None:

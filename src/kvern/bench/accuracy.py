@@ -30,11 +30,13 @@ from kvern.serving.chats import chat_request
 
 EXAM = Path(__file__).parent / "exam.jsonl"
 LONGEST_ANSWER = 320
+SPREAD = 1.96
+"""Standard errors on each side of an interval that has the true value in 95 of 100 cases."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A share of right answers or another metric of a task, with its standard error if it is known.
+    """A share of right answers or another metric of a task, with its standard error and interval if they are known.
 
     better   None: nobody says which way is
     """
@@ -44,6 +46,7 @@ class Score:
     value: float
     error: float | None
     better: Better | None = "higher"
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Asked:
     limit: int | None = None
     num_fewshot: int | None = None
     include_path: Path | None = None
-    repeat: int = 3
+    repeat: int = 1
 
     def check(self) -> None:
         """Raises ConfigError if lm-eval is asked for and is not installed, or does not know a task."""
@@ -116,26 +119,31 @@ def case_of(name: str, config: EngineConfig, asked: Asked) -> Case:
 
 
 def share(task: str, marks: Sequence[bool]) -> Score:
-    """Returns the share of right answers with its standard error."""
-    value = sum(marks) / len(marks)
-    return Score(task, "right", value, math.sqrt(value * (1 - value) / len(marks)))
+    """Returns the share of right answers with its standard error, and Wilson's interval, which also holds where
+    nearly all are right."""
+    count, value = len(marks), sum(marks) / len(marks)
+    error, square = math.sqrt(value * (1 - value) / count), SPREAD**2 / count
+    middle, half = value + square / 2, SPREAD * math.sqrt(error**2 + square / (4 * count))
+    interval = (max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square)))
+    return Score(task, "right", value, error, interval=interval)
 
 
 def sit_exam(llm: LLM, limit: int | None, repeat: int) -> Graded:
-    """Asks the questions of the exam, the first `limit` of each task, after a round that is not timed."""
+    """Asks the questions of the exam at once, the first `limit` of each task, after one of each that is not timed."""
     questions = list(_questions(limit))
     params = SamplingParams(temperature=0.0, max_tokens=LONGEST_ANSWER)
     chats = [chat_request(llm._inputs.chat, row["messages"], params, row["tools"] or None) for row in questions]
     prompts = [chat.prompt for chat in chats]
     rates, texts = list[float](), list[str]()
-    for number in range(repeat + 1):
+    firsts = {question["task"]: prompt for question, prompt in zip(questions, prompts, strict=True)}
+    llm.generate(list(firsts.values()), params)
+    for _ in range(repeat):
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(prompts, params)
         seconds = time.perf_counter() - began
         texts = [output.outputs[0].text for output in outputs]
-        if number:
-            rates.append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
+        rates.append(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
     marks: dict[str, list[bool]] = defaultdict(list)
     for question, text in zip(questions, texts, strict=True):
         marks[question["task"]].append(text.strip() == question["answer"])
@@ -196,12 +204,17 @@ def evaluate(llm: LLM, asked: Asked) -> Graded:
 def scores_of(found: Mapping[str, Any]) -> list[Score]:
     """Returns the metrics that are numbers in what lm-eval found."""
     return [
-        Score(task, name, float(value), _error(values, key), _better(found, task, name))
+        Score(task, name, float(value), error, _better(found, task, name), _around(float(value), error))
         for task, values in found["results"].items()
         for key, value in values.items()
         if "," in key and "_stderr" not in key and isinstance(value, int | float)
-        for name in [key.partition(",")[0]]
+        for name, error in [(key.partition(",")[0], _error(values, key))]
     ]
+
+
+def _around(value: float, error: float | None) -> tuple[float, float] | None:
+    """The interval of a value whose errors are normal."""
+    return None if error is None else (value - SPREAD * error, value + SPREAD * error)
 
 
 def _better(found: Mapping[str, Any], task: str, metric: str) -> Better | None:

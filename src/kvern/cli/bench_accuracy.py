@@ -15,7 +15,7 @@ from kvern.config import EngineConfig
 
 @dataclass(frozen=True)
 class AccuracyCommand:
-    """Ask a model questions in several configurations, and show scores, their standard errors and tokens/s.
+    """Ask a model questions in several configurations, and show scores, their 95 % intervals and tokens/s.
 
     Questions are the exam of the embedded model, or tasks of lm-eval, where that is installed.
     """
@@ -32,7 +32,7 @@ class AccuracyCommand:
     """Folder with tasks of your own for lm-eval."""
     limit: int | None = None
     """Most questions of a task. None: all."""
-    repeat: int = 3
+    repeat: int = 1
     """Timed runs of the exam."""
     json: Path | None = None
     """Record of all scores: a file, or a folder for a new one."""
@@ -57,14 +57,14 @@ class AccuracyCommand:
             cases.append(case_of(name, config, asked))
             say(f"{name}: {len(cases)} of {max(1, len(self.set))}")
         table = make_table(
-            "configuration", "task", "metric", "score", "standard error", "tokens/s", words=("task", "metric")
+            "configuration", "task", "metric", "score", "95 % interval", "tokens/s", words=("task", "metric")
         )
         for case in cases:
             rate = f"{case.figures['tokens_per_second'].median:,.0f}"
             for number, score in enumerate(case.details["scores"]):
-                error = "" if score["error"] is None else f"{score['error']:.4f}"
+                interval = "" if score["interval"] is None else "{:.4f}-{:.4f}".format(*score["interval"])
                 first = (case.name, rate) if number == 0 else ("", "")
-                table.add_row(first[0], score["task"], score["metric"], f"{score['value']:.4f}", error, first[1])
+                table.add_row(first[0], score["task"], score["metric"], f"{score['value']:.4f}", interval, first[1])
         print_tables(table)
         if self.json is not None:
             record = make_record("accuracy", engine.model, cases, options=shown_config(engine))
