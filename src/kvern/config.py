@@ -3,7 +3,7 @@
 import contextlib
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from kvern.errors import ConfigError, without_passwords
 from kvern.io.bytecode import cache_home
 
 DEFAULT_MODEL = "kvern-12m"
+NAMING = frozenset({"model", "revision", "served_model_name"})
+"""Options that say what a model is called."""
 DEFAULT_ADAPTERS = 8
 LARGEST_RANK = 128
 LONGEST_SECONDS = 10_000_000
@@ -396,6 +398,17 @@ class EngineConfig:
         return without_passwords(" ".join(option.removesuffix(OPTIONAL) for option in self.kv_tier))
 
     @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that are not their defaults, for those who watch or compare servers: without the model's names
+        and without passwords."""
+        plain, names = EngineConfig(), (option.name for option in fields(self) if option.name not in NAMING)
+        return {
+            name: _without_passwords(getattr(self, name))
+            for name in names
+            if getattr(self, name) != getattr(plain, name)
+        }
+
+    @property
     def target_itl_seconds(self) -> float | None:
         """`target_itl` in seconds; 0 is no limit, None if the option is not given."""
         return None if self.target_itl is None else read_seconds("target_itl", self.target_itl)
@@ -466,6 +479,12 @@ def read_seconds(name: str, text: str) -> float:
     if not 0 <= number <= LONGEST_SECONDS:
         raise ConfigError(f"{name} is {text!r}: it must be a time like 15ms or 0.015s, or none")
     return number
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_passwords(value)
+    return [_without_passwords(item) for item in value] if isinstance(value, tuple) else value
 
 
 def choices_of(kind: Any) -> tuple[str | None, ...]:

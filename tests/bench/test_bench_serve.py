@@ -189,7 +189,10 @@ def test_the_command_prints_and_writes_what_it_measured(bench: Bench, server: Se
         "kvern-1m",
         {"version": __version__},
     )
+    assert record.conditions["engine_options"]["threads"] == 1 and "api_key" not in record.conditions["engine_options"]
     (case,) = record.cases
+    assert case.figures["server_cpu_ms"].main and case.figures["server_cpu_ms"].median > 0
+    assert case.figures["engine_cpu_ms"].median > 0 and not case.figures["engine_cpu_ms"].main
     assert case.figures["median_ttft_ms"].runs == [found["median_ttft_ms"]] and case.workload["random_input_len"] == 20
 
     chat = ("--backend", "openai-chat", "--base-url", server.url, "--max-concurrency", "2", "--temperature", "0")

@@ -184,6 +184,19 @@ def test_a_case_that_the_candidate_lacks_cannot_be_told() -> None:
     assert (judged.code, judged.line) == (2, "cannot tell: offline, decode8, seconds: not on both sides")
 
 
+def test_servers_with_other_options_are_compared_only_if_asked() -> None:
+    def served(options: dict[str, Any] | None) -> Side:
+        made = record([1.0] * 5)
+        return Side("", [msgspec.structs.replace(made, benchmark="serve", conditions={"engine_options": options})])
+
+    plain, more = served({"threads": 2}), served({"threads": 2, "max_batch_requests": 8})
+    assert [str(item) for item in differences(plain, more)] == ["options.max_batch_requests: its default / 8"]
+    (judged,) = judge_all(plain, more, 0.03)
+    assert judged.code == 2 and "not comparable: options.max_batch_requests" in judged.line
+    assert [item.code for item in judge_all(plain, more, 0.03, allowed=["options.max_batch"])] == [0]
+    assert not differences(plain, served({"threads": 2})) and not differences(plain, served(None))
+
+
 class Elements(HTMLParser):
     def __init__(self) -> None:
         super().__init__()

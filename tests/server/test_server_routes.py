@@ -195,6 +195,11 @@ def test_engines_tell_their_verdict_and_oldest_requests_to_those_who_watch(serve
         assert (engine["model"], engine["engine"], engine["ready"]) == ("kvern-1m", "0", True)
         [request] = engine["oldest_requests"]
         assert request["id"] and request["seconds"] > 0 and 0 < request["tokens"] <= 400
+        assert engine["options"]["threads"] == 1 and "model" not in engine["options"]
+        before = server.raw("GET", "/v1/engines")[2]
+    after = server.raw("GET", "/v1/engines")[2]
+    assert after["processor_seconds"] > before["processor_seconds"] > 0
+    assert after["data"][0]["processor_seconds"] >= before["data"][0]["processor_seconds"] > 0
     until = time.monotonic() + 60
     while (engine := server.raw("GET", "/v1/engines")[2]["data"][0])["verdict"] is None:
         assert time.monotonic() < until

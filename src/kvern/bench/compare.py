@@ -149,7 +149,12 @@ def _settings(a: Record, b: Record) -> Iterator[Difference]:
         mine, other = (msgspec.to_builtins(getattr(record, place)) for record in (a, b))
         yield from _apart(f"{place}.", mine, other, without=frozenset({"memory_bytes"}))
     yield from _apart("", {"model": a.model}, {"model": b.model})
-    if a.benchmark != "serve":  # its options are what a case's workload says, and addresses
+    if a.benchmark == "serve":  # its options are what a case's workload says, and addresses
+        mine, other = (record.conditions.get("engine_options") for record in (a, b))
+        if mine is not None and other is not None:
+            defaults = dict.fromkeys((*mine, *other), "its default")
+            yield from _apart("options.", defaults | mine, defaults | other, without=UNCOMPARED)
+    else:
         yield from _apart("options.", a.options or {}, b.options or {}, without=UNCOMPARED)
         mine, other = ({"threads": record.conditions.get("threads")} for record in (a, b))
         yield from _apart("", mine, other)

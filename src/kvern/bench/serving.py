@@ -60,14 +60,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """All outcomes of a load, its duration in seconds, and the processor seconds that the clients took."""
+    """All outcomes of a load, its duration in seconds, and the processor seconds that the clients took; also those of
+    the server and of its engines, if it tells them."""
 
     outcomes: list[Outcome]
     seconds: float
     client_seconds: float
+    server_seconds: float | None = None
+    engine_seconds: float | None = None
 
     def of(self, kind: str) -> "LoadRun":
-        """Returns the outcomes of one kind of request."""
+        """Returns the outcomes of one kind of request; nobody knows what of the server's time was for them."""
         return LoadRun(
             [outcome for outcome in self.outcomes if outcome.kind == kind], self.seconds, self.client_seconds
         )
@@ -115,6 +118,7 @@ class Sender:
             report(done, tokens)
             return outcome
 
+        spent = processor_seconds(await engine_states(self._client))
         with self._progress(len(samples)) if self._progress else contextlib.nullcontext(_ignore) as report:
             began, busy = time.perf_counter(), time.process_time()
             async with asyncio.TaskGroup() as group:
@@ -125,7 +129,11 @@ class Sender:
                         await asyncio.sleep(wait)
                     tasks.append(group.create_task(one(sample, body)))
             seconds, busy = time.perf_counter() - began, time.process_time() - busy
-        return LoadRun([task.result() for task in tasks], seconds, busy)
+        after = processor_seconds(await engine_states(self._client))
+        server, engine = (
+            None if one is None or other is None else other - one for one, other in zip(spent, after, strict=True)
+        )
+        return LoadRun([task.result() for task in tasks], seconds, busy, server, engine)
 
     def _encode(self, sample: Sample) -> bytes:
         body: dict[str, Any] = dict(self._own)
@@ -222,6 +230,21 @@ async def fetch(client: HttpClient, endpoint: str, timeout: float = 30.0) -> Any
         return msgspec.json.decode(reply.content) if reply.status == 200 else None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+async def engine_states(client: HttpClient) -> dict[str, Any]:
+    """Returns kvern's answer at /v1/engines; an empty one from other servers, and if the key may not read it."""
+    try:
+        found = await fetch(client, "/v1/engines")
+    except ConfigError:
+        return {}
+    return found if isinstance(found, dict) and found.get("data") else {}
+
+
+def processor_seconds(states: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """Returns the CPU time that a server and its engines have taken, as far as it tells."""
+    engines = [engine.get("processor_seconds") for engine in states.get("data", [])]
+    return states.get("processor_seconds"), None if not engines or None in engines else sum(engines)
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:

@@ -16,7 +16,7 @@ METRICS = {
     "itl": "time between tokens",
     "e2el": "request, from end to end",
 }
-MAIN = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+MAIN = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "server_cpu_ms")
 """The figures that a gate checks."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
@@ -58,7 +58,8 @@ def summarize(
 ) -> dict[str, Any]:
     """Returns the figures of a run as JSON. Times are milliseconds, rates per second; successful requests count.
 
-    A token is late if it comes more than `target_itl` seconds after the one before; with 0 none is.
+    `server_cpu_ms` and `engine_cpu_ms` are the CPU time of their processes for a request. A token is late if it comes
+    more than `target_itl` seconds after the one before; with 0 none is.
     """
     answered = [outcome for outcome in run.outcomes if not outcome.error_kind]
     errors = Counter(outcome.error_kind for outcome in run.outcomes if outcome.error_kind)
@@ -81,6 +82,10 @@ def summarize(
         "total_token_throughput": (read + written) / seconds,
         "client_cpu_share": run.client_seconds / seconds,
     }
+    for name in ("server", "engine"):
+        spent = getattr(run, f"{name}_seconds")
+        if spent is not None and answered:
+            found[f"{name}_cpu_ms"] = 1000 * spent / len(answered)
     if limits:
         found["request_goodput"] = sum(is_good(outcome, limits) for outcome in answered) / seconds
     if target_itl:

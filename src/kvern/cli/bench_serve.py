@@ -155,7 +155,7 @@ class ServeBench:
         return run_loop(self._measure())
 
     async def _measure(self) -> int:
-        from kvern.bench.serving import Sender, fetch
+        from kvern.bench.serving import Sender, engine_states, fetch
         from kvern.bench.serving_figures import METRICS, metric, read_goodput, summarize
         from kvern.io.progress import generation_progress
 
@@ -179,6 +179,7 @@ class ServeBench:
                 progress=None if self.disable_tqdm else generation_progress,
             )
             version = await fetch(client, "/version")
+            engines = (await engine_states(client)).get("data", [])
             parts = await self._run(sender, entry, seed)
         found = {
             name: summarize(run, percents, limits, metrics, self.save_detailed, target) for name, run in parts.items()
@@ -188,7 +189,10 @@ class ServeBench:
             for kind, error in part["errors"].items():
                 say(f"{name}: {error['count']} requests failed: {kind}: {error['first']}")
         if self.save_result or self.result_filename:
-            self._save(found, {"model": entry["id"], "url": client.url, "server": version, "seed": seed})
+            own = [engine for engine in engines if engine["model"] in (entry["id"], entry.get("parent"))] or engines
+            options = own[0].get("options") if own else None
+            told = {"server": version, "engine_options": options, "seed": seed}
+            self._save(found, {"model": entry["id"], "url": client.url, **told})
         return 0 if any(part["completed"] for part in found.values()) else 1
 
     def _check(self) -> None:
@@ -375,6 +379,8 @@ def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list
     row("tokens later than the target", "late_token_share", ".2%")
     row("generated tokens/s", "output_throughput", ",.1f")
     row("all tokens/s", "total_token_throughput", ",.1f")
+    row("CPU of the server, ms a request", "server_cpu_ms")
+    row("CPU of the engine, ms a request", "engine_cpu_ms")
     row("a core's share for the clients", "client_cpu_share", ".0%", end_section=True)
     for name in metrics:
         label = f"{name.upper()} ms"

@@ -138,9 +138,10 @@ class Server:
         return json_response({"server_load": self.service.load})
 
     async def engines(self, request: Request) -> Response:
-        """GET /v1/engines: the state of each engine, with the verdict on its last seconds."""
+        """GET /v1/engines: the state of each engine, with the verdict on its last seconds, and the CPU time."""
         self._check_watcher(request)
-        return json_response({"object": "list", "data": self.service.states()})
+        seconds = time.process_time() if self._figures_of_all is None else None
+        return json_response({"object": "list", "data": self.service.states(), "processor_seconds": seconds})
 
     async def version(self, request: Request) -> Response:
         """GET /version: the version of kvern."""

@@ -99,7 +99,7 @@ RECORDS = {
     "text_object": "text!=name",
     "engine": "model!=text engine!=text ready!=bool",
     "engine_state": "model!=text engine!=text ready!=bool verdict=verdict? step_parts!=[parts] "
-    "oldest_requests!=[object] steps_file=text?",
+    "oldest_requests!=[object] steps_file=text? options!=object processor_seconds=number?",
     "parts": "step!=/decode/prompt measured!=int tokens!=number seconds!=number parts!=[object] layers!=[number]",
     "verdict": "cause!=text share!=number evidence!=text action!=text",
     "ollama_options": "*ollama_sampling num_predict=int? repeat_penalty=number?",
@@ -134,7 +134,7 @@ CLAUDE_PAGE = "limit=page_size after_id=text before_id=text"
 
 IDENTIFIED = "id!=text object!=text"
 LISTING = "object!=/list data!=[object]"
-ENGINES = "object!=/list data!=[engine_state]"
+ENGINES = "object!=/list data!=[engine_state] processor_seconds=number?"
 OLLAMA_LISTING = "models!=[ollama_model]"
 COMPLETED = "id!=text object!=any created!=any model!=any choices!=[object] usage!=object"
 TYPED = "id!=text type!=text"

@@ -396,7 +396,8 @@ class Service:
         return next((found for one in self.engines if (found := one.client.replicas.degraded) is not None), None)
 
     def states(self) -> list[dict[str, object]]:
-        """Returns the state of each engine: its verdict, and those of its requests that have been here longest."""
+        """Returns the state of each engine: its verdict, options and CPU time, and its requests that have been here
+        longest."""
         now, found = time.monotonic(), list[dict[str, object]]()
         for one in self.engines:
             for replica in one.client.replicas:
@@ -410,6 +411,8 @@ class Service:
                         "step_parts": replica.metrics.layers.recent(),
                         "oldest_requests": [generation.told(now) for generation in oldest],
                         "steps_file": (replica.supervisor.link.ready.steps_file or None) if ready else None,
+                        "options": one.client.config.chosen,
+                        "processor_seconds": replica.supervisor.link.process.processor_seconds() if ready else None,
                     }
                 )
         return found

@@ -62,6 +62,10 @@ class EngineProcess(Protocol):
         """The bytes of this machine's memory that it and its ranks take; what others share counts in part."""
         ...
 
+    def processor_seconds(self) -> float | None:
+        """The CPU time that it and its ranks have taken so far; None if the system does not tell."""
+        ...
+
 
 class EngineChild:
     """A child of this process that imports what engines need, and waits for the message that names its model.
@@ -113,6 +117,10 @@ class EngineChild:
     def memory(self) -> int:
         return sum(map(_bytes_of, _members(self._process.pid)))
 
+    def processor_seconds(self) -> float | None:
+        seconds = [_seconds_of(int(folder.name)) for folder in _members(self._process.pid)]
+        return sum(seconds) if seconds else None
+
     def _watch(self) -> None:
         code = self._process.wait()
         try:
@@ -136,6 +144,13 @@ def _bytes_of(folder: Path) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+def _seconds_of(process: int) -> float:
+    """The CPU time of a process by its clock, whose number Linux derives from the process's."""
+    with contextlib.suppress(OSError):
+        return time.clock_gettime(~process << 3 | 2)
+    return 0.0
 
 
 def _end_ranks(group: int) -> None:

@@ -50,6 +50,9 @@ class EngineOnNode:
     def memory(self) -> int:
         return 0  # of this machine
 
+    def processor_seconds(self) -> float | None:
+        return None
+
     def _watch(self) -> None:
         self._ended.set_result(self._process.wait())
 
