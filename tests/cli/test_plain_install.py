@@ -62,7 +62,6 @@ def answer(folder: Path, names: Collection[str], methods: Collection[str]) -> No
     assert {"triton", "transformers", "pyarrow", "gguf", "pytest"} <= {*refused}
 
 
-@pytest.mark.nightly
 def test_a_plain_install_answers_in_some_formats_and_families(tmp_path: Path) -> None:
     answer(tmp_path, SAMPLED, ["int4"])
 

@@ -80,7 +80,6 @@ def test_a_kernels_name_does_not_depend_on_what_was_launched_before(tmp_path: Pa
     assert done.stdout.strip() == "True"
 
 
-@pytest.mark.nightly
 def test_launches_find_what_processes_compiled(tmp_path: Path) -> None:
     """And what is launched is known without the modules for which PyTorch takes seconds."""
     done = without_interpreter(SCRIPT, tmp_path)

@@ -64,7 +64,6 @@ class LonelyKind(StepKind[str, GraphInputs]):
         return StepOutputs(sampled=graph.outputs.sampled)
 
 
-@pytest.mark.nightly
 def test_a_new_kind_of_step_is_one_class_and_one_entry(
     tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
