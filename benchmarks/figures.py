@@ -63,7 +63,7 @@ def passages() -> Iterator[Passage]:
     """All passages with figures of records."""
     for part in (switches, over_http, agents, attacked, divisions, sums, engines, adapters, quantized):
         yield from part()
-    for part in (quantized_experts, heads, drafts, forms, clients, workloads):
+    for part in (accuracy, quantized_experts, heads, drafts, forms, clients, workloads):
         yield from part()
 
 
@@ -307,6 +307,21 @@ def quantized() -> Iterator[Passage]:
         yield Passage(page, f"{text}, time between tokens | {{}} ms | {{}} ms, {{}}x |", figures)
     figures = [steady(both, workload, "itl_p50_milliseconds") for workload in ("decode256", "8x7500")]
     yield Passage(page, "| the same two with weights in FP8, too | | {} *; {} ms * |", figures)
+
+
+def accuracy() -> Iterator[Passage]:
+    """The exam of the embedded model."""
+    for text, name in (
+        ("bfloat16", "quantization=none"),
+        ("INT8", "quantization=int8"),
+        ("INT4", "quantization=int4"),
+        ("FP8", "quantization=fp8"),
+        ("bfloat16, KV cache in INT8", "kv_cache_dtype=int8"),
+        ("bfloat16, KV cache in FP8", "kv_cache_dtype=fp8"),
+    ):
+        score = cases("accuracy-cpu.json")[name].details["scores"][0]
+        values = [f"{100 * value:.1f}" for value in (score["value"], *score["interval"])]
+        yield Passage("benchmarking.md", f"| {text} | {{}} % | {{}} to {{}} % |", values)
 
 
 def quantized_experts() -> Iterator[Passage]:
