@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvern.bench.record import keep, read_record
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.journal import CacheJournal, NameLedger
 from kvern.cache.prefix_names import prefix_names
@@ -43,9 +44,8 @@ def main() -> None:
     results = [measured(count, length) for length in (512, 8192) for count in (1, 8, 64, 1000)]
     for row in results:
         print(json.dumps(row))
-    if output is not None:
-        kept = json.loads(output.read_text()) if output.exists() else {}
-        output.write_text(json.dumps(kept | {"now": results}, indent=1) + "\n")
+    kept = read_record(output).findings if output is not None and output.exists() else {}
+    keep(output, "choice", None, {}, findings=kept | {"now": results})
 
 
 def measured(count: int, length: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvern.bench.record import Better, Case, Figure, figure
+from kvern.bench.record import Better, Case, figure
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.llm import LLM
@@ -113,7 +113,7 @@ def case_of(name: str, config: EngineConfig, asked: Asked) -> Case:
     figures = {"tokens_per_second": figure(graded.rates, "tokens/s", "higher", main=True)}
     for score in graded.scores:
         if score.better is not None:  # else it cannot be compared
-            figures["score"] = Figure(score.value, score.metric, score.better, runs=[score.value])
+            figures["score"] = figure([score.value], score.metric, score.better)
             break
     return Case(name, figures, asked.workload, {"scores": [dataclasses.asdict(score) for score in graded.scores]})
 
