@@ -106,6 +106,25 @@ def test_a_graph_with_events_takes_the_place_of_a_plain_one(tmp_path: Path, on_d
     assert memory.replayed[before:] and set(memory.replayed[before:]) == {sizes[2]}
 
 
+@pytest.mark.parametrize("trouble", ["CUDA error: out of memory", "operation not permitted when stream is capturing"])
+def test_an_engine_does_without_graphs_with_events(tmp_path: Path, on_device: Callable[..., LLM], trouble: str) -> None:
+    class Failing:
+        def capture(self, step: Any) -> Any:
+            raise RuntimeError(trouble)
+
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=2)
+    expected = token_ids(on_device(folder, **OPTIONS).generate(PROMPTS, PARAMS))
+    llm = on_device(folder, **OPTIONS, trace_layers=2)
+    runner, clock = runner_of(llm), worker_of(llm).times
+    assert isinstance(runner, DeviceRunner) and isinstance(clock, DeviceClock) and core_of(llm).prepares_again
+    runner.graphs = [RecordedGraphs(DecodeKind(runner.model, 0))]
+    clock.memory = cast("CaptureMemory", Failing())
+    clock.expect(runner.graphs[0])
+    assert clock.missing and not runner.idle()
+    assert clock.memory is None and not clock.missing and not clock._timed
+    assert token_ids(llm.generate(PROMPTS, PARAMS)) == expected
+
+
 def test_steps_without_a_graph_are_measured_as_they_are_launched(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=2)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)

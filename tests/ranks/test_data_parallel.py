@@ -273,6 +273,29 @@ def test_an_engine_without_a_place_is_not_added(tiny_model: Path, monkeypatch: p
     asyncio.run(run())
 
 
+def test_an_added_engine_takes_what_waits_for_another(tiny_model: Path) -> None:
+    """As soon as it is ready, which is before it is one of the engines that are counted."""
+
+    async def run() -> None:
+        async with EngineClient(EngineConfig(str(tiny_model), threads=1)) as client:
+            [first] = client.replicas
+            first.supervisor.available.clear()  # as between two engines
+            waits = client.replicas.prepare(
+                client.inputs.processor.request("r", [5, 6], SamplingParams(max_tokens=9, ignore_eos=True)),
+                None,
+                news=asyncio.Event(),
+                asked=0.0,
+            )
+            first.workload.take(waits)
+            second = await client.replicas.add()
+            assert len(await tokens_of(client, waits)) == 9 and second.statistics.requests == 1
+            first.supervisor.available.set()
+            await client.replicas.remove("1", 0)
+            assert len(await tokens_of(client, await begun(client, [5, 6]))) == 100
+
+    asyncio.run(run())
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_full_engine_is_passed_by(tiny_model: Path, dies: bool) -> None:

@@ -102,6 +102,7 @@ class EngineCore(EngineLoop):
         self._ring = None if timing.watch is None else timing.watch.ring
         self._pace = timing.pace or Pace(clock=timing.clock)
         self._layers = timing.layers
+        self.prepares_again = timing.layers is not None  # the graphs of steps that were due and had none with events
         self._recorder = timing.recorder
         if self._recorder is not None:
             scheduler.observe(self._recorder)

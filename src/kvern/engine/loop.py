@@ -68,6 +68,9 @@ class EngineLoop(ABC):
         """Returns how long the next step can wait for further requests while the device computes another."""
         return 0.0
 
+    prepares_again = False
+    """`idle` may have something to make again after steps."""
+
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
         return False

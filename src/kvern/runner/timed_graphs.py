@@ -7,6 +7,7 @@
 Nothing waits: the times of a step are read once its last event has passed.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import SchedulerOutput
 from kvern.runner.layer_times import StepClock
 from kvern.runner.step_graphs import CaptureMemory, PlannedStep, Priority, StepGraph, StepGraphs, StepOutputs
+
+logger = logging.getLogger("kvern")
 
 MOST_GRAPHS = 2
 MOST_PENDING = 8
@@ -122,7 +125,13 @@ class DeviceClock(StepClock):
         while len(self._timed) >= MOST_GRAPHS:
             del self._timed[next(iter(self._timed))]
         taken = EventMarks(external=True)
-        replay, outputs = self.memory.capture(partial(_compute, shape, graphs, plain, taken))
+        try:
+            replay, outputs = self.memory.capture(partial(_compute, shape, graphs, plain, taken))
+        except RuntimeError as error:  # steps do without: these graphs only measure
+            logger.warning("steps of CUDA graphs are not measured layer by layer: %s", error)
+            self.memory = None
+            self.missing.clear()
+            return
         self._timed[place] = _TimedGraph(replace(plain, outputs=outputs, replay=replay), taken)
 
     @contextmanager

@@ -74,10 +74,9 @@ class PrefixIndex:
     def expect(self, number: int, names: Sequence[bytes]) -> Expected | None:
         """An engine gets a request with these names; returns what to `withdraw` once it has told of them, if any."""
         engine = self._engines.get(number)
-        known = next((place for place, name in enumerate(names) if number not in self._having.get(name, ())), None)
-        if engine is None or known is None:
+        coming = [] if engine is None else [name for name in names if name not in engine.told]
+        if engine is None or not coming:
             return None
-        coming = names[known:]
         engine.expected.update(coming)
         for name in coming:
             self._having.setdefault(name, set()).add(number)

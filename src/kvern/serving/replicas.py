@@ -199,14 +199,15 @@ class Replicas:
                 max_model_len=promised.max_model_len,
                 max_batch_requests=promised.max_batch_requests,
             )
-            replica = Replica(config, self, place, number, None)
+            replica = self._numbered[number] = Replica(config, self, place, number, None)
             try:
                 await replica.supervisor.start()
             except BaseException:
                 await replica.supervisor.stop()
+                replica.leave()
+                del self._numbered[number]
                 raise
             self._replicas = sorted([*self, replica], key=lambda one: one.number)
-            self._numbered[number] = replica
             self._settle()
             self.move()
             return replica

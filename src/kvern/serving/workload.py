@@ -103,7 +103,7 @@ class Generation:
         self.begun_at = time.monotonic()
         if self.served is not None:
             answers = 1 if self.spec.params.beam_width is not None else len(self.spec.answer_ids)
-            self._passage = self.served.given(engine, 0 if self.resumed else answers)
+            self._passage = self.served.given(engine, 0 if self.resumed or self.handed_over else answers)
 
     @property
     def may_hand_over(self) -> bool:
@@ -329,6 +329,8 @@ class Workload:
             if generation is None or not generation.hands_over or event.finish_reason == "abort":
                 others.append(event)
             elif event.finish_reason is not None:
+                if event.record is not None:
+                    self._metrics.recorded(event.record)
                 self._remove(generation.output.request_id)
                 self.clear(generation)
                 self._metrics.handed_over()
