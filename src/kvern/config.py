@@ -333,6 +333,8 @@ class EngineConfig:
             )
         if not self.prefix_cache:
             raise ConfigError(f"{given}, which needs the prefix cache, which is off: turn prefix_cache on")
+        if self.enable_dp_attention:
+            raise ConfigError(f"{given}, and enable_dp_attention on: ranks find only their own pages; leave one out")
         object.__setattr__(self, "data_parallel_size", engines)
         kinds = [option.removesuffix(OPTIONAL).partition(":")[0] for option in self.kv_tier]
         if not kinds:

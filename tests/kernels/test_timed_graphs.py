@@ -120,8 +120,10 @@ def test_an_engine_does_without_graphs_with_events(tmp_path: Path, on_device: Ca
     runner.graphs = [RecordedGraphs(DecodeKind(runner.model, 0))]
     clock.memory = cast("CaptureMemory", Failing())
     clock.expect(runner.graphs[0])
-    assert clock.missing and not runner.idle()
-    assert clock.memory is None and not clock.missing and not clock._timed
+    assert len(clock.missing) == 2
+    assert not runner.idle()
+    found: tuple[object, int, int] = (clock.memory, len(clock.missing), len(clock._timed))
+    assert found == (None, 0, 0)
     assert token_ids(llm.generate(PROMPTS, PARAMS)) == expected
 
 

@@ -23,11 +23,12 @@ from kvern.request.sampling_params import ResolvedParams
 from kvern.serving.client import EngineClient
 from kvern.serving.replicas import LEAST_HANDED_OVER, Replica
 from kvern.serving.workload import Generation
+from kvern.tiers.host import HostStore
 from tests.support.families import make_checkpoint
 from tests.support.idle import core_here, is_idle
 from tests.support.peft_adapters import make_adapter
 from tests.support.served import ENGINE, PATIENCE, Served, children_of, command_of, eventually, serving
-from tests.support.tiers import tier_of
+from tests.support.tiers import settle, tier_of
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory in /proc"),
@@ -255,6 +256,10 @@ def until_told(core: EngineCore) -> list[TokenEvent]:
         ({"prefill_engines": 1, "decode_engines": 2, "data_parallel_size": 2}, "leave it out, or make it 3"),
         ({"prefill_engines": 1, "decode_engines": 2, "prefix_cache": False}, "turn prefix_cache on"),
         ({"prefill_engines": 1, "decode_engines": 2, "executor": "ray"}, "a store that all nodes reach"),
+        (
+            {"prefill_engines": 1, "decode_engines": 2, "tensor_parallel_size": 2, "enable_dp_attention": True},
+            "leave one out",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], reason: str) -> None:
@@ -325,3 +330,47 @@ def test_a_stream_that_moves_computes_little_again(tiny_model: Path) -> None:
         assert answers == [output.outputs[0].token_ids for output in llm.generate(prompt, params)]
     assert more >= 0, "also pages of the answer"
     assert computed <= 2 * 64 + len(prompt[1]), "the rest of a page, and the other prompt"
+
+
+def test_an_adapter_that_is_unloaded_stays_for_prompts_on_their_way(tiny_model: Path, adapter: Path) -> None:
+    options = {**HANDED, "adapters": {"one": str(adapter)}}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    async def run() -> list[int]:
+        async with EngineClient(EngineConfig(str(tiny_model), **options)) as client:
+            processes = engines(os.getpid())
+            for process in processes:
+                os.kill(process, signal.SIGSTOP)
+            try:
+                generation = await client.replicas.submit(LONG[0], params, news=asyncio.Event(), adapter="one")
+                client.replicas.adapters.unload("one")
+            finally:
+                for process in processes:
+                    os.kill(process, signal.SIGCONT)
+            answer = await tokens_of(client, generation)
+            assert all(replica.adapters.known == {None} for replica in client.replicas)
+            return answer
+
+    answer = asyncio.run(run())
+    with LLM(str(tiny_model), adapters={"one": str(adapter)}, **OPTIONS) as llm:
+        assert answer == llm.generate([LONG[0]], params, adapter="one")[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_no_end_is_awaited_that_is_never_stored(family: str, tmp_path: Path) -> None:
+    """Prompts that end with a page, and pages that are cached on the device and left the store."""
+    now = 0.0
+    with LLM(str(make_checkpoint(family, tmp_path)), **OPTIONS, kv_tier=("host:32MB",)) as llm:
+        core, tier = core_here(llm), tier_of(llm)
+        core._clock = lambda: now
+        for number, length in enumerate((127, 128, 129, 192, 128, 192)):
+            ids = [5 + place * 7 % 100 for place in range(length)]
+            spec = RequestSpec(f"r{number}", PromptInput(ids), ResolvedParams(), 30).prompt_alone()
+            core.add(spec)
+            assert [event.request_id for event in until_told(core)] == [f"r{number}#0"], "the clock stands still"
+            if number == 3:
+                settle(llm)
+                for store in tier.shelf.stores:
+                    assert isinstance(store.store, HostStore)
+                    store.store.drop([*store.store._pages])
+        assert tier.figures()["host"].stored_tokens >= 192 + 128

@@ -463,6 +463,9 @@ class TierTraffic(CacheExtension):
         return PageLoad(self._numbers, page.key, tables, state, patience, blocks if page.part is Part.DRAFT else [])
 
     def placed(self, request: Request) -> None:
+        if request.spec.hands_over:  # pages that are cached here may have left the stores
+            for node in request.nodes[self._page_blocks - 1 :: self._page_blocks]:
+                self._offers.setdefault(node, node.step)
         self._asked.discard(request)
         self._looks.pop(request, None)
         self._drafts.placed(request)
@@ -529,11 +532,23 @@ class TierTraffic(CacheExtension):
             load.state = NO_STATE
 
     def shared(self, request: Request, contents: Sequence[int]) -> Callable[[], bool] | None:
-        """Others find the last page that they can continue from: it is saved after those before it."""
-        *_, end = chain([None], self._pages(_Prompt(request, contents, [], 0, {})))
-        parts = [Part.BLOCKS] * self._has_blocks
-        parts += [Part.WINDOWS] * (self._windows is not None) + [Part.STATE] * (self._states is not None)
-        return lambda: end is None or all(self._tier.source(end[0], part) is not None for part in parts)
+        """Others find all pages that end before the last token, and the last state that is kept of these."""
+        size, per_page = self._block_size, self._page_blocks
+        most = contents[: request.prompt_length - 1]
+        keys = [*block_keys(self._tree.root_key(request.cache_namespace), most, size)][per_page - 1 :: per_page]
+        awaited = [(key, Part.BLOCKS) for key in keys if self._has_blocks]
+        awaited += [(key, Part.WINDOWS) for key in keys[-1:] if self._windows is not None]
+        if (states := self._states) is not None:
+            path, *_ = self._tree.match(request.cache_namespace, most, len(most), [])
+            ends = zip(keys, path[per_page - 1 :: per_page], strict=False)
+            awaited += [(key, Part.STATE) for key, node in ends if states.copy_at(node) != NO_STATE][-1:]
+
+        def are_there() -> bool:
+            while awaited and self._tier.source(*awaited[0]) is not None:
+                awaited.pop(0)
+            return not awaited
+
+        return are_there
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """All loads are given up; the requests do without them, whatever failed."""

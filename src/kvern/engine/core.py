@@ -202,7 +202,7 @@ class EngineCore(EngineLoop):
 
     def _add(self, request: Request) -> None:
         self._counted.requests += 1
-        self._counted.prompt_tokens += request.prompt_length
+        self._counted.prompt_tokens += 0 if request.spec.hands_over else request.prompt_length
         request.queue.arrived_at = self._clock()
         if request.spec.hands_over:
             self._prompts[request.request_id] = request
@@ -399,6 +399,8 @@ class EngineCore(EngineLoop):
         """True if an event is told later: the prompt that it ends is not in a store yet."""
         request = None if event.finish_reason is None else self._prompts.pop(event.request_id, None)
         shared = None if request is None else self.scheduler.cache.shared(request)
+        if request is not None:
+            self._counted.generation_tokens -= len(event.token_ids)
         if shared is not None:
             self._handing.append((event, shared, self._clock() + HAND_OVER_SECONDS))
         return shared is not None

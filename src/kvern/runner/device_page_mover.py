@@ -15,7 +15,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, groupby
@@ -249,9 +249,9 @@ class DeviceMover:
             for packs in (True, False):
                 page_copy(self._memory, kind.rows, table, sums, packs)
 
-    def pin(self, store: Pinnable) -> None:
+    def pin(self, store: Pinnable) -> Callable[[], None]:
         """See `PageMover`. It goes on in the background, some gigabytes a second; the store has what is pinned."""
-        weakref.finalize(self, Pins(store, self._device, "kv_tier host").end)
+        return weakref.finalize(self, Pins(store, self._device, "kv_tier host").end)
 
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[_Packed]:
         """See `PageMover`."""

@@ -9,7 +9,7 @@ each rank that has the head. A piece has all heads of a rank, in order. States o
 layer in the place of a head: their tensors, as [1, states, 1, layers, numbers].
 """
 
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -85,8 +85,8 @@ class PageMover(PageMemory, Protocol):
     cell: int | None
     """The bytes of the cells from which it copies best, for `HostStore`; None: any."""
 
-    def pin(self, store: Pinnable) -> None:
-        """Pages are copied from and to the memory of this store."""
+    def pin(self, store: Pinnable) -> Callable[[], None]:
+        """Pages are copied from and to the memory of this store, until what is returned is called."""
         ...
 
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[Place]:
@@ -147,8 +147,9 @@ class TorchMover(HostPages):
     def __init__(self, groups: Sequence[HeadGroup]) -> None:
         self.groups = groups
 
-    def pin(self, store: Pinnable) -> None:
+    def pin(self, store: Pinnable) -> Callable[[], None]:
         """See `PageMover`."""
+        return lambda: None
 
     @torch.inference_mode()
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[_Page]:

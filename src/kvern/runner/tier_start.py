@@ -175,8 +175,9 @@ def _host_store(option: str, config: EngineConfig, ranks: Ranks, mover: PageMove
 
 def _peer_store(config: EngineConfig, ranks: Ranks, mover: PageMover) -> tuple[Store, str]:
     """What this rank reads of the other engines' host memory, and a line for the report."""
-    pin = None if mover.cell is None else mover.pin
-    return PeerStore(*_part(config, ranks), pin), "pages of the KV cache are read from the host memory of other engines"
+    store = PeerStore(*_part(config, ranks), None if mover.cell is None else mover.pin)
+    store.watch()
+    return store, "pages of the KV cache are read from the host memory of other engines"
 
 
 def _part(config: EngineConfig, ranks: Ranks) -> tuple[int, int]:

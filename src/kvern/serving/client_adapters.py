@@ -98,7 +98,8 @@ class EngineAdapters:
 class ClientAdapters:
     """Adapters of a model, which all of its engines, those of the moment, read.
 
-    `used`: the keys that requests use. `until_available` waits for an engine; it raises EngineUnavailable.
+    `used`: the keys that requests use; `handed`: those of requests that are going from one engine to another.
+    `until_available` waits for an engine; it raises EngineUnavailable.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class ClientAdapters:
         engines: Callable[[], Sequence[EngineAdapters]],
         used: Callable[[], set[int | None]],
         until_available: Callable[[], Awaitable[None]],
+        handed: Callable[[], set[int | None]] = set,
     ) -> None:
         self.names = names
         self.lost: dict[int, InvalidAdapter] = {}
@@ -114,6 +116,7 @@ class ClientAdapters:
         self._engines = engines
         self._used = used
         self._until_available = until_available
+        self._handed = handed
         self._unloaded: list[NamedAdapter] = []
         """Adapters that no new request may use, but running ones do."""
 
@@ -134,8 +137,15 @@ class ClientAdapters:
         """Let no new request use an adapter; those that do go on to their end. Raises InvalidRequest."""
         adapter = self.names.remove(name)
         self._unloaded = [*self._still_used(), adapter]
-        for engine in self._engines():
-            engine.forget(adapter.key)
+        self.forget_unloaded()
+
+    def forget_unloaded(self) -> None:
+        """Have engines forget what was unloaded when their requests have ended, but for what they have yet to get."""
+        handed = self._handed()
+        for adapter in self._unloaded:
+            for engine in self._engines():
+                if adapter.key in engine.known and adapter.key not in handed:
+                    engine.forget(adapter.key)
 
     async def read_all(self, engine: EngineAdapters, link: EngineLink) -> Mapping[int, InvalidAdapter]:
         """Have a new engine read all that are in use; those that cannot be read, by key. Raises EngineDied."""

@@ -23,6 +23,7 @@ from kvern.serving.wire import (
     decode_for_server,
     encode,
 )
+from kvern.tiers.arena import OwnedArena
 
 SHUTDOWN_SECONDS = 10
 
@@ -46,10 +47,10 @@ class EngineLink:
         """It was killed because it gave no sign of life."""
 
     @classmethod
-    async def start(cls, config: EngineConfig, process: EngineProcess, arena: str | None = None) -> "EngineLink":
+    async def start(cls, config: EngineConfig, process: EngineProcess, arena: OwnedArena | None = None) -> "EngineLink":
         """Have the process load `config.model`, a folder, and wait for it. Raises ConfigError with its reason.
 
-        `arena`: the path of host memory for its pages, which outlives it.
+        `arena`: host memory for its pages, which outlives it.
         """
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.set(zmq.LINGER, 0)
@@ -62,7 +63,8 @@ class EngineLink:
             link.close()
             process.forget()
             raise
-        sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config), arena))))
+        paths = None if arena is None else (arena.path, arena.list_path)
+        sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config), paths))))
         try:
             async for message in link.messages():
                 if isinstance(message, Ready):

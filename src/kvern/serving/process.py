@@ -57,7 +57,7 @@ from kvern.serving.wire import (
     decode_for_engine,
     encode,
 )
-from kvern.tiers.arena import ARENA
+from kvern.tiers.arena import ARENA, ARENAS
 
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
@@ -99,7 +99,7 @@ def main(address: str, running: str, parent: int) -> int:
     try:
         config = EngineConfig(**start.config)
         if start.arena is not None:
-            os.environ[ARENA] = start.arena  # for ranks, too
+            os.environ[ARENA], os.environ[ARENAS] = start.arena  # for ranks, too
         if config.device != "cpu":
             ahead.make_context()
         with signs_of_life(socket, running, parent):

@@ -84,7 +84,9 @@ class Replicas:
         ]
         self._numbered = {replica.number: replica for replica in self}
         self._changing = asyncio.Lock()
-        self.adapters = ClientAdapters(names, self._engine_adapters, self._adapter_keys, self.until_available)
+        self.adapters = ClientAdapters(
+            names, self._engine_adapters, self._adapter_keys, self.until_available, self._handed_keys
+        )
         self.weights = ClientWeights(lambda: [replica.weights for replica in self], self.until_available)
 
     def __iter__(self) -> Iterator[Replica]:
@@ -376,6 +378,8 @@ class Replicas:
         error = generation.lost_adapter(self.adapters.lost)
         if error is None:
             self._chosen(generation).workload.take(generation)
+            if generation.handed_over:
+                self.adapters.forget_unloaded()
         else:
             self.withdraw([generation])
             generation.fail(error)
@@ -435,6 +439,11 @@ class Replicas:
     def _adapter_keys(self) -> set[int | None]:
         """Returns the keys of the adapters that requests use."""
         return {generation.spec.adapter for replica in self for generation in replica.workload.running.values()}
+
+    def _handed_keys(self) -> set[int | None]:
+        """Returns the keys of the adapters of requests whose prompts are computed for other engines."""
+        running = (one for replica in self if replica.is_prefill for one in replica.workload.running.values())
+        return {generation.spec.adapter for generation in running if generation.hands_over}
 
     def _chosen(self, generation: Generation) -> Replica:
         """Returns the engine for a request: one that starts it at once, else the one that may be soonest."""

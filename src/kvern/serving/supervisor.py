@@ -308,7 +308,7 @@ class Supervisor:
             self._link.process.forget()
         process, self._first = self._first or self._place.launch(), None
         process.bind(self._place.processors)
-        self._link = await EngineLink.start(self._config, process, None if self._arena is None else self._arena.path)
+        self._link = await EngineLink.start(self._config, process, self._arena)
         await self._owner.prepare(self._link)
         self._begin()
 

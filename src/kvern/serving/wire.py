@@ -22,10 +22,13 @@ class WireMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class Start(WireMessage):
-    """The options, as built-in values; `model` is a folder. `arena`: host memory for pages that outlives the engine."""
+    """The options, as built-in values; `model` is a folder.
+
+    `arena`: paths of host memory for pages that outlives the engine, and of the list of that of all engines.
+    """
 
     config: dict[str, Any]
-    arena: str | None = None
+    arena: tuple[str, str] | None = None
 
 
 class AddRequest(WireMessage):

@@ -3,12 +3,13 @@
 The engine and its ranks open the memory by its path in /proc, which an environment variable tells them.
 """
 
-import hashlib
+import json
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+
+import xxhash
 
 from kvern.errors import ConfigError
 from kvern.tiers.store import read_bytes
@@ -21,6 +22,8 @@ MEMORY = "kvern-host-tier"
 """The name of the memory in /proc."""
 ARENA = "_KVERN_HOST_ARENA"
 """The environment variable with the path of the memory that the engine's supervisor owns."""
+ARENAS = "_KVERN_HOST_ARENAS"
+"""The environment variable with the path of the list of such memory, of all engines of the model."""
 SHARE = 0.25
 """The share of the free memory that an arena takes whose size nobody gave."""
 
@@ -52,20 +55,52 @@ def sized(options: Sequence[str], available: int) -> tuple[str, ...]:
     return tuple(found)
 
 
+class _ArenaList:
+    """The arenas of a model's engines, in a file in memory that engines read: a sum, and JSON of numbers and paths."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create(f"{MEMORY}-list")
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._arenas: dict[int, str] = {}
+        self._size = 0
+
+    def add(self, number: int, path: str) -> None:
+        self._arenas[number] = path
+        self._write()
+
+    def remove(self, number: int) -> None:
+        self._arenas.pop(number, None)
+        self._write()
+
+    def _write(self) -> None:
+        """Nothing of an earlier, longer list stays behind this one."""
+        content = json.dumps(sorted(self._arenas.items())).encode().ljust(self._size)
+        self._size = len(content)
+        os.pwrite(self._descriptor, xxhash.xxh3_64_digest(content) + content, 0)
+
+
+_lists: dict[str, _ArenaList] = {}
+"""The lists of this process's models."""
+
+
 class OwnedArena:
     """Memory for arenas that lives as long as this object, for engines of the same user on this machine.
 
-    Other engines of this process's `model` may read it.
+    Other engines of this process's `model` find it by the file `list_path`, and may read it.
     """
 
     def __init__(self, model: str = "") -> None:
-        name = hashlib.blake2b(model.encode(), digest_size=8).hexdigest()
-        self._descriptor = os.memfd_create(f"{MEMORY}-{name}")
+        self._descriptor = os.memfd_create(MEMORY)
+        self._number = os.fstat(self._descriptor).st_ino
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._list = _lists.get(model) or _lists.setdefault(model, _ArenaList())
+        self._list.add(self._number, self.path)
+        self.list_path = self._list.path
 
     def close(self) -> None:
         """Give the memory back, once the engine that uses it has ended."""
         if self._descriptor >= 0:
+            self._list.remove(self._number)
             os.close(self._descriptor)
         self._descriptor = -1
 
@@ -89,24 +124,22 @@ def map_arena(size: int, part: int = 0, parts: int = 1) -> "mmap.mmap | None":
         return None
 
 
-def siblings() -> Iterator[tuple[int, str]]:
-    """Yields what the supervisor of this engine owns for others of the same model: a number of the memory, its path."""
-    own = os.environ.get(ARENA)
-    if own is None:
-        return
+def siblings() -> dict[int, str] | None:
+    """Reads which memory this process's supervisor owns for others of the same model: numbers, and paths.
+
+    None: that cannot be read now.
+    """
+    own, path = os.environ.get(ARENA), os.environ.get(ARENAS)
+    if own is None or path is None:
+        return {}
     try:
-        name, folder = os.readlink(own), Path(own).parent
-        for path in folder.iterdir():
-            if path.name != Path(own).name and _target(path) == name:
-                yield path.stat().st_ino, str(path)
+        with open(path, "rb") as file:
+            content = file.read()
+        if xxhash.xxh3_64_digest(content[8:]) != content[:8]:  # it is being written
+            return None
+        return {number: other for number, other in json.loads(content[8:]) if other != own}
     except OSError as error:  # the supervisor ends
         logger.debug("the memory of other engines is not found: %s", error)
-
-
-def _target(path: Path) -> str | None:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
         return None
 
 
