@@ -43,14 +43,12 @@ def baseline() -> dict[str, dict[str, Counts]]:
     return kept
 
 
-@pytest.mark.nightly
 def test_calls_of_a_step_and_bytes_of_a_token_have_not_grown(
     found: dict[str, Counts], baseline: dict[str, dict[str, Counts]]
 ) -> None:
     assert grown(split(found)[0], baseline["all"]) == {}
 
 
-@pytest.mark.nightly
 def test_bytecodes_and_memory_of_a_step_have_not_grown(
     found: dict[str, Counts], baseline: dict[str, dict[str, Counts]]
 ) -> None:
@@ -59,7 +57,6 @@ def test_bytecodes_and_memory_of_a_step_have_not_grown(
     assert grown(split(found)[1], baseline[version()]) == {}
 
 
-@pytest.mark.nightly
 def test_five_percent_more_work_in_the_scheduler_is_caught_and_ten_clean_runs_raise_nothing() -> None:
     runs = counted("--check", seed="1")
     first, *others = ({"decodes": counts} for counts in runs["clean"])

@@ -181,7 +181,6 @@ def test_a_demanded_call_goes_before_a_record(alone: Alone) -> None:
     assert [pieces(answer) for answer in with_form.answers] == plain
 
 
-@pytest.mark.nightly
 def test_the_page_is_current_and_no_cell_is_empty() -> None:
     command = [sys.executable, "-m", "tests.support.feature_matrix"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

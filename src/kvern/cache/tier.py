@@ -21,7 +21,7 @@ ordinary cached prefix: the request is then admitted like any other, and so are 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import chain, dropwhile, takewhile
 from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -107,6 +107,7 @@ class TierTraffic(CacheExtension):
         """The extensions for windows and states, if there are any, have been made before."""
         self._tier = tier
         self._page_blocks = page_blocks
+        self._ends = slice(page_blocks - 1, None, page_blocks)
         self._pool = memory.pool
         self._memory = memory.memory
         self._tree = memory.tree
@@ -464,8 +465,7 @@ class TierTraffic(CacheExtension):
 
     def placed(self, request: Request) -> None:
         if request.spec.hands_over:  # pages that are cached here may have left the stores
-            for node in request.nodes[self._page_blocks - 1 :: self._page_blocks]:
-                self._offers.setdefault(node, node.step)
+            self._offers = {node: node.step for node in request.nodes[self._ends]} | self._offers
         self._asked.discard(request)
         self._looks.pop(request, None)
         self._drafts.placed(request)
@@ -481,7 +481,8 @@ class TierTraffic(CacheExtension):
 
         A load that was given up, with the steps that were undone, is ignored.
         """
-        return [request for number, count in _pairs(report) for request in self.loaded(number, count)]
+        ended = msgspec.convert(report, list[tuple[int, int]])
+        return [request for number, count in ended for request in self.loaded(number, count)]
 
     def loaded(self, number: int, count: int) -> list[Request]:
         """The first `count` pages of a load have arrived, and the others will not; the requests that waited for it."""
@@ -533,19 +534,17 @@ class TierTraffic(CacheExtension):
 
     def shared(self, request: Request, contents: Sequence[int]) -> Callable[[], bool] | None:
         """Others find all pages that end before the last token, and the last state that is kept of these."""
-        size, per_page = self._block_size, self._page_blocks
-        most = contents[: request.prompt_length - 1]
-        keys = [*block_keys(self._tree.root_key(request.cache_namespace), most, size)][per_page - 1 :: per_page]
+        most, root = contents[: request.prompt_length - 1], self._tree.root_key(request.cache_namespace)
+        keys = [*block_keys(root, most, self._block_size)][self._ends]
         awaited = [(key, Part.BLOCKS) for key in keys if self._has_blocks]
         awaited += [(key, Part.WINDOWS) for key in keys[-1:] if self._windows is not None]
         if (states := self._states) is not None:
             path, *_ = self._tree.match(request.cache_namespace, most, len(most), [])
-            ends = zip(keys, path[per_page - 1 :: per_page], strict=False)
-            awaited += [(key, Part.STATE) for key, node in ends if states.copy_at(node) != NO_STATE][-1:]
+            kept = [self._tree.key(node) for node in path[self._ends] if states.copy_at(node) != NO_STATE]
+            awaited += [(key, Part.STATE) for key in kept[-1:]]
 
         def are_there() -> bool:
-            while awaited and self._tier.source(*awaited[0]) is not None:
-                awaited.pop(0)
+            awaited[:] = dropwhile(lambda one: self._tier.source(*one) is not None, awaited)
             return not awaited
 
         return are_there
@@ -597,7 +596,3 @@ class TierTraffic(CacheExtension):
 def _page(prompt: _Prompt, key: bytes, part: Part, end: int) -> _Page:
     """A part of a page that a store has."""
     return _Page(key, part, end, prompt.sources[key, part] or "")
-
-
-def _pairs(report: object) -> list[tuple[int, int]]:
-    return msgspec.convert(report, list[tuple[int, int]])

@@ -269,11 +269,10 @@ def serve(
         events, early = early + (traces.step() if worked else []), []
         cache.tell()
         now, rests = time.monotonic(), worked and not core.has_work
-        prepares = prepares or (rests and core.prepares_again)
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
             more = traces.silence(watch), core.layer_times(), [] if experts is None else experts.due(rests, now)
             socket.send(encode(Events(events, core.statistics(), now - started, *more)))
-            spoke = now
+            spoke, prepares = now, prepares or (rests and core.prepares_again)
 
 
 def add(core: EngineLoop, message: AddRequest) -> list[TokenEvent]:
