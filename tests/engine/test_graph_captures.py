@@ -56,11 +56,14 @@ def test_a_step_whose_graph_is_missing_takes_the_next_larger_of_its_kind() -> No
 
 
 class Core:
-    """Three graphs are missing, and every message makes work for two steps."""
+    """Some graphs are missing, and every message makes work for two steps."""
 
-    def __init__(self) -> None:
+    cached_names = None
+
+    def __init__(self, missing: int, prepares_again: bool) -> None:
         self.done: list[str] = []
-        self.missing, self.steps = 3, 0
+        self.missing, self.steps = missing, 0
+        self.prepares_again = prepares_again
 
     @property
     def has_work(self) -> bool:
@@ -113,7 +116,16 @@ class Socket:
         pass
 
 
-def test_an_engine_captures_one_graph_at_a_time_while_nothing_runs() -> None:
-    core = Core()
+@pytest.mark.parametrize(
+    ("missing", "again", "done"),
+    [
+        (3, False, ["captures", "step", "step", "captures", "captures", "waits"]),
+        (1, False, ["captures", "waits", "step", "step", "waits"]),
+        (1, True, ["captures", "waits", "step", "step", "captures", "waits"]),
+    ],
+)
+def test_an_engine_captures_one_graph_at_a_time_while_nothing_runs(missing: int, again: bool, done: list[str]) -> None:
+    """One that measures layers looks again after steps, which may have lacked some."""
+    core = Core(missing, again)
     serve(Socket(core), core, os.getppid(), None, False, "")  # type: ignore[arg-type]
-    assert core.done == ["captures", "step", "step", "captures", "captures", "waits"]
+    assert core.done == done
