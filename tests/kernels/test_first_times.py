@@ -157,6 +157,11 @@ def use_everything(llm: LLM, adapter: str | None) -> None:
             llm.generate([prompt] * rows, plain, adapter=[adapter, None] * (rows // 2) + [adapter] * (rows % 2))
 
 
+@pytest.fixture
+def few_products() -> None:
+    """Engines launch what they launch on a device: the list knows nothing else."""
+
+
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 @pytest.mark.parametrize(("family", "changes"), FAMILIES)
