@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.support.chat_page import PHONE, Script, address, ask, opened
+from tests.support.chat_page import PHONE, Script, address, ask, opened, say
 from tests.support.served import Served, eventually, serving
 
 QUESTION = "What is paged attention?"
@@ -315,6 +315,42 @@ def test_a_model_of_a_path_is_shown_by_its_last_part(page: Page) -> None:
     page.get_by_role("tab", name="Engine").click()
     expect(page.locator(".facts:not(.store) h2")).to_have_text("model-Q4_K_M.gguf")
     expect(page.locator(".facts:not(.store)")).to_contain_text(path)
+
+
+def test_enter_sends_all_that_was_typed_before_it(page: Page) -> None:
+    """Also a letter that has not been drawn."""
+    say(page, "Yes.")
+    type_at_once = """field => {
+        const set = Object.getOwnPropertyDescriptor(HTMLTextAreaElement.prototype, "value").set;
+        set.call(field, "Is it so?");
+        field.dispatchEvent(new Event("input", { bubbles: true }));
+        field.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+    }"""
+    field = page.get_by_label("Question", exact=True)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        field.evaluate(type_at_once)
+    assert sent.value.post_data_json["messages"][-1]["content"] == "Is it so?"
+    expect(field).to_have_value("")
+
+
+def test_a_question_may_be_asked_before_conversations_are_read(page: Page) -> None:
+    page.add_init_script("""
+        const open = IDBFactory.prototype.open;
+        const opened = new Promise((resolve) => { window.letOpen = resolve; });
+        IDBFactory.prototype.open = function (...given) {
+            const request = open.apply(this, given);
+            const set = (done) => request.addEventListener("success", (event) => opened.then(() => done(event)));
+            return Object.defineProperty(request, "onsuccess", { set });
+        };
+    """)
+    page.reload()
+    say(page, "Yes.")
+    ask(page, "Is it so?")
+    expect(page.locator(".question")).to_have_text("Is it so?")
+    page.evaluate("letOpen()")
+    expect(page.get_by_role("link", name="Is it so?")).to_be_visible()
+    expect(page.locator(".answer .markdown")).to_have_text("Yes.")
+    expect(page.locator(".question")).to_have_text("Is it so?")
 
 
 def test_text_files_go_along(page: Page) -> None:

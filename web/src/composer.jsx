@@ -48,9 +48,10 @@ export function Composer({ turns, field }) {
     await reading.current.then(sendRead).finally(() => (sending.current = false));
   };
   const sendRead = async () => {
-    if (running || overflow || !(draft.trim() || newest.current.length)) return;
+    const question = field.current.value.trim(); // Enter may come before the last letter is drawn
+    if (running || overflow || !(question || newest.current.length)) return;
     if (counted == null && (await count()) >= most) return;
-    ask(draft.trim(), newest.current);
+    ask(question, newest.current);
     setDraft("");
     setFiles([]);
     setRefused("");

@@ -59,7 +59,7 @@ export async function start() {
   addEventListener("pagehide", () => [...live.values()].forEach(leave));
   await takeUp();
   await reload();
-  await open(named());
+  if (library.value.open === null) await open(named()); // or somebody has asked already
   if (!(await database.isKept())) notify("This browser keeps no data of this page: export what you want to keep before you close it.");
 }
 

@@ -130,9 +130,10 @@ function QuestionForm({ turn, close }) {
     field.current.setSelectionRange(text.length, text.length);
   }, []);
   const send = () => {
-    if (!text.trim() && !files.length) return;
+    const question = field.current.value.trim(); // Enter may come before the last letter is drawn
+    if (!question && !files.length) return;
     close();
-    askInstead(turn, text.trim(), files);
+    askInstead(turn, question, files);
   };
   const onKeyDown = (event) => {
     if (event.key !== "Escape") return;
