@@ -11,7 +11,7 @@ import ollama
 import pytest
 
 from tests.support.hub import Hub, serving_hub
-from tests.support.served import KEY, SMALL, Served, children_of, command_of, eventually, serving
+from tests.support.served import KEY, PATIENCE, SMALL, Served, children_of, command_of, eventually, serving
 
 ADMIN = f"{KEY}-admin"
 MODEL = "kvern-tests/tiny"
@@ -40,12 +40,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+PATIENT = {"HF_HUB_DOWNLOAD_TIMEOUT": str(int(PATIENCE))}
+"""A hub that waits for a test to go on is not asked again meanwhile."""
+
+
 @contextlib.contextmanager
 def served_with(home: Path, hub: Hub, **environment: str) -> Iterator[Served]:
     keys = home / "keys"
     keys.write_text(f"user:{KEY}\nadmin:{ADMIN} admin=1\n")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"HF_HOME": str(home), "HF_ENDPOINT": hub.url, **environment}.items():
+        for name, value in {"HF_HOME": str(home), "HF_ENDPOINT": hub.url, **PATIENT, **environment}.items():
             patch.setenv(name, value)
         with serving(*SMALL, "--api-key-file", str(keys)) as served:
             yield served
