@@ -18,6 +18,8 @@ pytestmark = [
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 REPLAYS = 50
+SLEEP = 60_000_000
+"""Cycles for which the device waits: longer than the launches of all replays take."""
 
 
 @pytest.mark.parametrize(
@@ -25,11 +27,15 @@ REPLAYS = 50
 )
 def test_answers_are_the_same_and_all_parts_are_there(options: dict[str, Any]) -> None:
     questions = held_out()[:64]
-    expected = token_ids(LLM(device="cuda", **options).chat(questions, PARAMS))
+    first = SamplingParams(temperature=0, max_tokens=1)
+    calls = [(1, PARAMS), (64, PARAMS), (64, PARAMS), *[(1, first)] * 3]  # one of three steps in a row is measured
+
+    def answers(llm: LLM) -> list[list[list[int]]]:
+        return [token_ids(llm.chat(questions[:count], params)) for count, params in calls]
+
+    expected = answers(LLM(device="cuda", **options))
     llm = LLM(device="cuda", **options, trace_layers=3)
-    for count in (1, 64):
-        assert token_ids(llm.chat(questions[:count], PARAMS))[-1] == expected[count - 1]
-    assert token_ids(llm.chat(questions, PARAMS)) == expected
+    assert answers(llm) == expected
     core = core_of(llm)
     core._layers.ended(core.executor.measured())
     times = core.layer_times()
@@ -40,9 +46,10 @@ def test_answers_are_the_same_and_all_parts_are_there(options: dict[str, Any]) -
 
 
 def milliseconds(replay: Any) -> float:
-    """The time of one replay, of several behind each other."""
+    """The time of one replay on the device, of several that wait there until all are launched."""
     begun, ended = new_event(external=False), new_event(external=False)
     replay()
+    torch.cuda._sleep(SLEEP)
     begun.record()
     for _ in range(REPLAYS):
         replay()
@@ -59,7 +66,9 @@ def test_parts_add_up_to_the_step_and_the_memory_is_that_of_two_graphs() -> None
     for (graphs, shape), timed in clock._timed.items():
         plain, with_events = (milliseconds(graph.replay) for graph in (graphs.captured[shape], timed.graph))
         within = 1000 * sum(timed.marks.seconds().values())
-        assert within == pytest.approx(with_events, rel=0.05), shape
+        print(shape, plain, with_events, within)
+        # Between two replays the device waits for some microseconds.
+        assert 0.9 * with_events < within < 1.02 * with_events, (shape, within, with_events)
         assert plain <= with_events * 1.02 and with_events < 1.25 * plain, (shape, plain, with_events)
     runner, (place, *_) = runner_of(llm), [*clock._timed]
     torch.cuda.synchronize()
