@@ -1,5 +1,5 @@
 """Loads: requests by arrival, lengths and shared blocks, without their texts.
 
-`request.py` is the form that recorded and drawn loads share. Imports plain data only, so that a simulator, a
-load generator and a server's process can use it. Begin with `request.py`.
+`request.py` is the form that recorded and drawn loads share, and `file.py` reads and writes it as JSONL. Imports plain
+data only, so that a simulator, a load generator and a server's process can use it. Begin with `request.py`.
 """
