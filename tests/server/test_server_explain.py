@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,6 +152,29 @@ def test_waits_are_in_the_metrics(served: Served) -> None:
     ask(served, "counted")
     waited = explanation(served, "counted")["records"][0]["waits"]
     assert served.figure("request_wait_seconds_total", "key-of-root") >= sum(waited.values())
+
+
+def test_the_log_has_the_waits_of_clients_that_left_and_of_answers_that_a_stop_string_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ("--max-batch-requests", "1", "--log-requests", "summary")
+    with serving(*SMALL, *options, log=log) as served, ThreadPoolExecutor() as pool:
+        text = ask(served, "whole", max_tokens=40, seed=1).choices[0].text
+        first = served.client().completions.create(**STORY, prompt="Once", stream=True)
+        next(iter(first))
+        body = json.dumps({**STORY, "prompt": "Once", "extra_body": None}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-request-id: left\r\nContent-Length: {len(body)}"
+        with socket.create_connection((served.host, served.port)) as connection:
+            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+            eventually(lambda: served.figure("num_requests_waiting") == 1)
+        eventually(lambda: "left POST" in log.read_text())
+        stopped = pool.submit(ask, served, "stopped", max_tokens=40, seed=1, stop=text[10:14])
+        eventually(lambda: served.figure("num_requests_waiting") == 1)
+        first.close()
+        stopped.result()
+        eventually(lambda: "stopped POST" in log.read_text())
+    said = log.read_text()
+    assert re.search(r"left POST .* finish=abort waits=\S*rows:", said)
+    assert re.search(r"stopped POST .* finish=stop waits=\S*rows:", said)
 
 
 @pytest.mark.nightly

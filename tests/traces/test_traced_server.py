@@ -99,6 +99,17 @@ def test_a_request_that_two_engines_had_is_one_trace(served: Served, collector: 
     assert [event.name for event in whole.events] == ["moved"]
 
 
+def test_a_client_that_leaves_in_a_long_step_has_the_spans_of_its_engine(served: Served, collector: Collector) -> None:
+    stream = served.client().completions.with_raw_response.create(prompt="Once", stream=True, **STORY)
+    chunks = stream.parse()
+    next(iter(chunks))
+    answered = served.figure("http_requests_total", status="200")
+    with served.held():
+        chunks.close()
+        eventually(lambda: served.figure("http_requests_total", status="200") > answered)
+    assert {"engine", "decode"} <= spans_of(collector, stream.headers["x-request-id"]).keys()
+
+
 def test_nothing_is_felt_of_a_collector_that_is_away(served: Served, collector: Collector) -> None:
     child = served.child("kvern.traces.exporter")
     os.kill(child, signal.SIGSTOP)

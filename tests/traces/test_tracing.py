@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from kvern.request.record import RequestRecord
+from kvern.server.late_records import LateRecords
 from kvern.server.tracing import Tracing, trace_of
 from kvern.serving.served import ServedRequest
 from kvern.traces.spans import Trace
@@ -27,12 +28,17 @@ def record(name: str, tokens: int) -> RequestRecord:
     return RequestRecord(name, 1000.0, tokens, 5, "length", 2.4)
 
 
-def offered(served: ServedRequest) -> int:
-    """The number of traces that are sent at the end of a request, at once."""
+def offered(served: ServedRequest, *later: RequestRecord, ends: bool = False) -> int:
+    """The number of traces that are sent at the end of a request and with records that come later, or at the end."""
     traces: Any = Offered()
 
     async def end() -> None:
-        Tracing(traces, 1.0).ended(served)
+        late = LateRecords()
+        Tracing(traces, 1.0).ended(served, late)
+        for one in later:
+            served.recorded("0", one)
+        if ends:
+            late.end()
 
     asyncio.run(end())
     return len(traces.traces)
@@ -59,8 +65,7 @@ def test_a_trace_waits_for_the_record_of_each_prompt() -> None:
     served.given("1")
     served.recorded("1", record("7-0#0", 9))
     assert offered(served) == 0
-    served.recorded("1", record("7-1#0", 4))
-    assert offered(served) == 1
+    assert offered(served, record("7-1#0", 4)) == 1
 
 
 def test_a_trace_waits_for_the_record_of_each_answer() -> None:
@@ -68,5 +73,11 @@ def test_a_trace_waits_for_the_record_of_each_answer() -> None:
     served.given("0", 2)
     served.recorded("0", record("7-0#1", 9))
     assert offered(served) == 0
-    served.recorded("0", record("7-0#0", 9))
+    assert offered(served, record("7-0#0", 9)) == 1
     assert offered(served) == 1
+
+
+def test_a_trace_whose_record_never_came_is_sent_when_the_server_ends() -> None:
+    served = request()
+    served.given("0")
+    assert offered(served, ends=True) == 1

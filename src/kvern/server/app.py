@@ -112,8 +112,9 @@ class Server:
         return said
 
     async def stop(self) -> None:
-        """Ends background work and releases the data folder."""
+        """Ends background work, releases the data folder, and tells of all requests that have ended."""
         await self.apis.stop()
+        self.service.late.end()
 
     async def health(self, request: Request) -> Response:
         """GET /health: the process lives."""

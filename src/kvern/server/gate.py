@@ -163,6 +163,7 @@ class Gate:
         self._config = service.config
         self._figures = service.figures
         self._note_end = service.note_end
+        self._late = service.late
         self._origins = Origins(service.config, bool(service.keys.known))
         self._lane = Lane(len(service.keys.users))
 
@@ -212,19 +213,24 @@ class Gate:
             await app(scope, receive, answer)
         finally:
             held.close()
-            usage.waits = served.waits
-            self._note(scope, status, NOBODY if key is None else key.name, usage, time.monotonic() - began)
             self._note_end(served, status)
+            self._note(scope, served, NOBODY if key is None else key.name, usage, time.monotonic() - began)
 
-    def _note(self, scope: Scope, status: int, name: str, usage: RequestUsage, seconds: float) -> None:
-        """Counts a request that has ended, and logs it."""
+    def _note(self, scope: Scope, served: ServedRequest, name: str, usage: RequestUsage, seconds: float) -> None:
+        """Counts a request that has ended, and logs it when its waits are known."""
+        status = served.status
         if status < 400 and path_of(scope) in PROBES:
             return
         self._figures.answered(name, status)
         if self._config.log_requests != "none":
             path = scope["raw_path"].decode("ascii", "backslashreplace")
             asked = scope["state"]["request_id"], scope["method"], path, status, name, client_shown(scope)
-            logger.info("%s %s %s %d key=%s from=%s %s%.3f s", *asked, usage, seconds)
+
+            def say() -> None:
+                usage.waits = served.waits
+                logger.info("%s %s %s %d key=%s from=%s %s%.3f s", *asked, usage, seconds)
+
+            self._late.when_told(served, say)
 
     def _find(self, scope: Scope, headers: dict[bytes, bytes], is_bad_id: bool) -> tuple[ASGIApp, ApiKey | None]:
         """Returns the application that answers, and the key of the request; None if it has none that is known."""

@@ -31,6 +31,7 @@ from kvern.server.config import ServerConfig
 from kvern.server.http import loaded, write_large
 from kvern.server.image_memory import ImageMemory
 from kvern.server.keys import ApiKey, KeyRing
+from kvern.server.late_records import LateRecords
 from kvern.server.usage import UsageCounter
 from kvern.serving.client import EngineClient
 from kvern.serving.served import SERVED, Ledger, ServedRequest
@@ -333,6 +334,8 @@ class Service:
         self._limits = KeyLimits()
         self.ledger = Ledger()
         """Remembers what became of requests."""
+        self.late = LateRecords()
+        """Waits for records that come after the end of their requests."""
         self.tracing: Tracing | None = None
         """Sends traces of requests, if anybody wants them."""
         self._first = clients[0].names[0] if keeper is None else keeper.residents[0].name
@@ -570,7 +573,7 @@ class Service:
         served.ended = served.seconds
         self.ledger.end(served)
         if self.tracing is not None:
-            self.tracing.ended(served)
+            self.tracing.ended(served, self.late)
 
     async def run(self, ask: Ask) -> list[RequestOutput]:
         """Returns all answers, complete. Raises what `start` raises, and DeadlineExceeded."""

@@ -1,6 +1,5 @@
 """Traces of a server's requests: which are sent, and the span of each request as a whole."""
 
-import asyncio
 import os
 import random
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from collections.abc import Callable
 from kvern.request.record import RequestRecord
 from kvern.server.config import ServerConfig
 from kvern.server.keys import PROBES
+from kvern.server.late_records import LateRecords
 from kvern.serving.served import ServedRequest
 from kvern.traces import request_spans as names
 from kvern.traces.sending import Traces, wanted_url
@@ -25,8 +25,6 @@ OPERATIONS = {
     "/api/embeddings": "embeddings",
 }
 """The conventions' names of operations by path; others have their path's last part."""
-LATE_SECONDS = 1.0
-"""The time after the end of a request at which its engine has said what became of each of its answers."""
 
 
 def start(config: ServerConfig, say: Callable[[str], None]) -> "Tracing | None":
@@ -42,8 +40,8 @@ class Tracing:
         self.traces = traces
         self._sampling = names.Sampling(share)
 
-    def ended(self, served: ServedRequest) -> None:
-        """Sends the trace of a request, if it is one of those that are traced."""
+    def ended(self, served: ServedRequest, late: LateRecords) -> None:
+        """Sends the trace of a request, if it is one of those that are traced, when its records are there."""
         failed = served.status >= 500 or served.status == 0
         if served.path in PROBES or (served.model is None and not failed):
             return  # it asked no model
@@ -51,11 +49,7 @@ class Tracing:
         if not self._sampling.takes(context, served.ended or 0.0, failed=failed):
             return
         trace_id, parent_id = (random.randbytes(16), 0) if context is None else (context.trace_id, context.parent_id)
-        if served.asked > served.answers:
-            loop = asyncio.get_running_loop()
-            loop.call_later(LATE_SECONDS, lambda: self.traces.offer(trace_of(served, trace_id, parent_id)))
-        else:
-            self.traces.offer(trace_of(served, trace_id, parent_id))
+        late.when_told(served, lambda: self.traces.offer(trace_of(served, trace_id, parent_id)))
 
 
 def trace_of(served: ServedRequest, trace_id: bytes, parent_id: int) -> Trace:

@@ -72,6 +72,8 @@ class ServedRequest:
     """The number of records that came; `MOST_RECORDS` of them are kept."""
     grown: "Callable[[ServedRequest], None] | None" = None
     """The one who is told of records that come after its end."""
+    told: Callable[[], None] | None = None
+    """The callback for the last of its records, when that comes after its end."""
     _records: list[tuple[str, bytes]] = field(default_factory=list)
 
     def apart(self, answer_id: str) -> "ServedRequest":
@@ -134,6 +136,8 @@ class ServedRequest:
             self._records.append((engine, encode(record)))
             if self.ended is not None and self.grown is not None:
                 self.grown(self)
+        if self.told is not None and self.answers >= self.asked:
+            self.told()
 
 
 SERVED: ContextVar[ServedRequest | None] = ContextVar("SERVED", default=None)
