@@ -252,8 +252,8 @@ def adapters() -> Iterator[Passage]:
     rates = {name: case.figures["tokens_per_second"] for name, case in cases("h200/adapters.json").items()}
     plain = rates["no places for adapters"].median
     for text, name in (
-        ("no places for adapters", "no places for adapters"),
-        ("eight places, none used", "places, none used"),
+        ("no slots for adapters", "no places for adapters"),
+        ("eight slots, none used", "places, none used"),
         ("one adapter for all", "1 adapter"),
         ("eight, mixed", "8 adapters mixed"),
         ("eight, mixed with requests that use none", "8 adapters mixed with none"),
