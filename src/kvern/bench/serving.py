@@ -19,6 +19,7 @@ import msgspec
 
 from kvern.bench.http_client import BrokenReply, HttpClient, Reply, StreamReply, message_of
 from kvern.errors import ConfigError
+from kvern.loads.arrivals import arrivals
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int, int], None]]]
 """Makes a function report(requests done, tokens generated) for so many requests."""
@@ -201,18 +202,8 @@ def _text(content: bytes) -> str:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
-    """Returns arrival times in seconds; the gaps between them have a gamma distribution.
-
-    A burstiness of 1 is a Poisson process; below, requests come in bursts; above, more evenly. The rate is the mean of
-    many draws: one of n gaps deviates from it by some 1 / sqrt(n * burstiness) of it.
-    """
-    if rate <= 0 or burstiness <= 0:
-        name, value = ("request_rate", rate) if rate <= 0 else ("burstiness", burstiness)
-        raise ConfigError(f"{name} is {value:g}: it must be above 0")
-    if rate == float("inf"):
-        return [0.0] * count
-    gaps = (rng.gammavariate(burstiness, 1 / (burstiness * rate)) for _ in range(count))
-    return list(itertools.accumulate(gaps))
+    """Returns the times at which so many requests arrive, in seconds; see `arrivals`. Raises ConfigError."""
+    return list(itertools.islice(arrivals(rng, rate, burstiness), count))
 
 
 async def fetch(client: HttpClient, endpoint: str, timeout: float = 30.0) -> Any:

@@ -57,7 +57,7 @@ def read_file(path: Path) -> Iterator[LoadRequest]:
                 raise ConfigError(f"{path}, line {number}: {wrong}")
             before = found.timestamp
             lengths = found.input_length, found.output_length
-            yield LoadRequest(before / 1000, *lengths, found.hash_ids, str(found.tenant), str(found.session))
+            yield LoadRequest(round(before / 1000, 6), *lengths, found.hash_ids, str(found.tenant), str(found.session))
     if not number:
         raise ConfigError(f"load {path} has no requests")
 

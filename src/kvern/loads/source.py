@@ -1,0 +1,13 @@
+"""A load by an option's text: the name of a file, or properties from which it is drawn."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvern.loads.drawn import draw
+from kvern.loads.file import read_file
+from kvern.loads.request import LoadRequest
+
+
+def read_load(text: str) -> Iterator[LoadRequest]:
+    """Yields the requests of a load in order of arrival. Raises ConfigError."""
+    return draw(text) if "=" in text and not Path(text).exists() else read_file(Path(text))
