@@ -36,6 +36,11 @@ class StepCosts:
         self._per_encoding = seconds[-1] / rows[-1]
         self._ascend(down=True)
 
+    @property
+    def told(self) -> tuple[list[int], list[float], float, float]:
+        """The present costs, of which equal ones can be made."""
+        return list(self._rows), list(self._seconds), self._per_key, self._per_pair
+
     def seconds(self, load: StepLoad) -> float:
         """Returns the predicted time of a step; it grows with every row, key and pair."""
         products = sum(share * self._seconds[place] for place, share in self._between(load.rows))

@@ -86,7 +86,7 @@ class StepSeconds:
         elif self._factors is None:
             self._begun.append((None, LACKS.get(lack, STEP), now, load.rows))
         else:
-            parts = self._parts(load, self._factors)
+            parts = parts_of(load, self._factors)
             self._begun.append((parts, LACKS.get(lack, WEIGHTS), now, load.rows))
 
     def awaits(self) -> None:
@@ -148,18 +148,19 @@ class StepSeconds:
         self.spent[cause] += until - self._until
         self._until = until
 
-    def _parts(self, load: StepLoad, factors: "StepFactors") -> Parts:
-        """The seconds of weights, keys, products and collectives; of weights and their products the longer ones."""
-        rows, keys, pairs, encoding, prompt, _ = load
-        table, bits = factors.weights, rows.bit_length()
-        weights = (table[bits] if bits < len(table) else table[-1]) if rows else 0.0
-        products = factors.row * (rows + encoding)
-        if products > weights:
-            weights = 0.0
-        else:
-            products = 0.0
-        decodes = rows - prompt
-        reading = decodes * factors.state
-        for window, each in factors.keys:
-            reading += each * (min(keys, decodes * window) if window else keys)
-        return weights, reading, products + factors.pair * pairs, factors.sums + factors.sum_row * rows
+
+def parts_of(load: StepLoad, factors: "StepFactors") -> Parts:
+    """Returns the seconds of weights, keys, products and collectives; of weights and their products the longer ones."""
+    rows, keys, pairs, encoding, prompt, _ = load
+    table, bits = factors.weights, rows.bit_length()
+    weights = (table[bits] if bits < len(table) else table[-1]) if rows else 0.0
+    products = factors.row * (rows + encoding)
+    if products > weights:
+        weights = 0.0
+    else:
+        products = 0.0
+    decodes = rows - prompt
+    reading = decodes * factors.state
+    for window, each in factors.keys:
+        reading += each * (min(keys, decodes * window) if window else keys)
+    return weights, reading, products + factors.pair * pairs, factors.sums + factors.sum_row * rows

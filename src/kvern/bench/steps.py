@@ -1,0 +1,175 @@
+"""A load on an engine in this process, with the work, the time and the decisions of every step."""
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from kvern.bench.machine import hardware
+from kvern.config import EngineConfig
+from kvern.engine.core import EngineCore
+from kvern.engine.factory import build_core, make_pace
+from kvern.errors import ConfigError
+from kvern.loads.request import LoadRequest
+from kvern.models.folder import model_folder
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
+from kvern.runner.plan import Layout
+from kvern.runner.startup import Startup
+from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts, check_load
+from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, recorded_step
+from kvern.simulate.timeline import Timeline
+from kvern.version import __version__
+
+if TYPE_CHECKING:
+    from kvern.runner.executor import Executor
+
+WARM_REQUESTS = 8
+"""Requests of `MeasuredEngine.warm`."""
+
+
+class SteppedClock:
+    """The real time, as it was when a step ended or a wait did: so a record says all that the core has seen of it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._began = time.perf_counter()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self) -> None:
+        """A step has ended."""
+        self.now = time.perf_counter() - self._began
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        time.sleep(seconds)
+        self.tick()
+
+    def reach(self, moment: float) -> None:
+        """Waits until a moment, unless that is over; what the system is late counts as the next step's."""
+        time.sleep(max(0.0, moment - (time.perf_counter() - self._began)))
+        self.now = max(self.now, moment)
+
+
+class RecordedExecutor:
+    """Notes what an executor's steps were."""
+
+    def __init__(self, executor: "Executor", clock: SteppedClock, timeline: Timeline) -> None:
+        self.tier = None
+        self.steps: list[RecordedStep] = []
+        self.answers: dict[str, list[int]] = {}
+        self.ended = self.busy = 0.0
+        self.clock, self.timeline = clock, timeline
+        self.idle = executor.idle
+        self.measured = executor.measured
+        self.abandon = executor.abandon
+        self._executor = executor
+
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        """Starts a step."""
+        return _RecordedResult(self, self._executor.submit(output), output, self.clock.now)
+
+    def take(self, output: SchedulerOutput, result: ModelRunnerOutput, submitted: float) -> None:
+        """Notes a step that has ended."""
+        self.clock.tick()
+        now, begun = self.clock.now, max(self.ended, submitted)
+        self.steps.append(recorded_step(output, begun, now))
+        self.busy += now - begun
+        self.ended = now
+        self.timeline.ended(now, output.scheduled, output.request_ids)
+        for name, tokens in zip(output.request_ids, result.token_ids, strict=True):
+            self.answers.setdefault(name, []).extend(tokens)
+
+
+class _RecordedResult:
+    def __init__(
+        self, executor: RecordedExecutor, result: StepResult, output: SchedulerOutput, submitted: float
+    ) -> None:
+        self._executor, self._result = executor, result
+        self._output, self._submitted = output, submitted
+
+    def result(self) -> ModelRunnerOutput:
+        found = self._result.result()
+        self._executor.take(self._output, found, self._submitted)
+        return found
+
+
+class MeasuredEngine:
+    """The engine of a model, ready to be driven by loads. Raises KvernError."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        config = dataclasses.replace(config, speculation="off")
+        self._folder = model_folder(config)
+        core, spec, self._layout = build_core(config, self._folder, Startup(own_process=False))
+        if not isinstance(core, EngineCore) or core.scheduler.cache.extensions or config.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"{config.model} cannot be recorded: only models without windows, states and images are, without a "
+                "tier, DP attention and pipeline stages"
+            )
+        self._config, self._core = config, core
+        self._vocabulary = spec.vocab_size
+        self.sizes = sizes_of(config, self._layout)
+        self.pace = self._paced()
+
+    def warm(self) -> None:
+        """Runs some requests, for what is made at the first steps."""
+        self.run([LoadRequest(0.0, min(64, self.sizes.max_model_len // 2), 8) for _ in range(WARM_REQUESTS)])
+
+    def run(self, load: list[LoadRequest]) -> tuple[StepRecord, DrivenEngine]:
+        """Runs a load with the present `sizes`. Raises ConfigError if it does not fit."""
+        check_load(load, self.sizes)
+        executor = self._core.executor
+        clock, timeline = SteppedClock(), Timeline()
+        recorded = RecordedExecutor(executor, clock, timeline)
+        engine = DrivenEngine(self.sizes, clock, recorded, timeline, self.pace)
+        engine.run(load, Prompts(self._vocabulary))
+        executor.forget()
+        found = [RecordedRequest(each, recorded.answers[f"{number}#0"]) for number, each in enumerate(load)]
+        return StepRecord(self._header, found, recorded.steps), engine
+
+    def close(self) -> None:
+        """Ends the engine."""
+        self._core.close()
+
+    @property
+    def _header(self) -> RecordHeader:
+        return RecordHeader(
+            version=__version__,
+            model=str(self._config.model),
+            hardware=hardware_name(),
+            vocabulary=self._vocabulary,
+            sizes=self.sizes,
+            pace=self.pace,
+        )
+
+    def _paced(self) -> PaceSizes | None:
+        executor = self._core.executor
+        pace = make_pace(self._config, self._folder, executor, self._layout, streams=True)
+        if pace.costs is None or not pace.target:
+            return None
+        rows, seconds, per_key, per_pair = pace.costs.told
+        yields = self._config.target_itl_seconds is None
+        return PaceSizes(pace.target, yields, tuple(rows), tuple(seconds), per_key, per_pair)
+
+
+def sizes_of(config: EngineConfig, layout: Layout) -> EngineSizes:
+    """Returns what decides of an engine."""
+    return EngineSizes(
+        blocks=layout.blocks,
+        block_size=layout.block_size,
+        max_model_len=layout.max_model_len,
+        max_batch_requests=layout.max_batch_requests,
+        max_batch_tokens=layout.max_batch_tokens,
+        depth=layout.depth,
+        policy=config.policy,
+        aging_steps=config.aging_steps,
+        chunked_prefill=config.chunked_prefill,
+        continuous=config.batching == "continuous",
+        prefix_cache=config.prefix_cache,
+    )
+
+
+def hardware_name() -> str:
+    """Returns the GPUs of this machine, or its processor with its cores."""
+    found = hardware()
+    return ", ".join(found.gpus) or f"{found.processor or 'CPU'}, {found.cores} cores"

@@ -1,0 +1,168 @@
+"""``kvern simulate``: what a load would meet on engines that are not there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from kvern.cli.output import check_least, make_table, print_lines, print_tables, say
+from kvern.errors import ConfigError
+from kvern.version import __version__
+
+if TYPE_CHECKING:
+    from kvern.loads.request import LoadRequest
+    from kvern.simulate.study import Condition
+
+ROWS = {
+    "requests": ",.0f",
+    "seconds": ",.1f",
+    "requests_per_second": ",.2f",
+    "tokens_per_second": ",.1f",
+    "goodput": ",.2f",
+    "good_share": ".1%",
+    "cache_hit_share": ".1%",
+    "use": ".1%",
+    "preemptions": ",.0f",
+} | {f"p{percent}_{name}_ms": ",.1f" for name in ("ttft", "itl", "e2e") for percent in (50, 90, 99)}
+SATURATED = 0.9
+"""The use of engines from which on the slowest requests are a matter of chance."""
+
+
+@dataclass(frozen=True)
+class SimulateCommand:
+    """Run a load on engines without a model: the scheduler, cache and router of a server over a virtual clock.
+
+    Steps cost what a record of `kvern bench steps` says or, with --roofline, what `kvern plan` estimates."""
+
+    model: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MODEL")] = None
+    """Name, folder, GGUF file, or hub id, whose headers --roofline reads; a record has its own."""
+    load: str | None = None
+    """File with the requests, one a line, as in Mooncake's traces, or what to draw: rate=2,requests=1000."""
+    record: Path | None = None
+    """Record of steps, written by `kvern bench steps`."""
+    hardware: str | None = None
+    """Cards of an engine, such as "2x h200"; with --record those that the record must be of."""
+    roofline: bool = False
+    """Take estimates where there is no record; the result is marked as one."""
+    policy: str | None = None
+    """Order of requests. None: the record's, or fcfs."""
+    compare: tuple[str, ...] = ()
+    """Conditions beside each other, such as policy=fcfs,sjf or block_size=16,64."""
+    slo: str | None = None
+    """Limits of good answers, such as ttft=500ms,itl=20ms,e2e=5s; itl is an answer's mean time between tokens."""
+    seed: int = 0
+    """Seed of what is drawn: what the fit of steps leaves over, and the load unless it has a seed or is a file."""
+    seeds: int = 5
+    """Number of runs, with seeds that follow; figures are their mean, with the least and the greatest."""
+    json: bool = False
+    """Print the figures as JSON."""
+
+    def execute(self) -> int:
+        """Prints the figures and returns the exit code. Raises KvernError."""
+        check_least(self, "seeds")
+        from kvern.simulate.report import read_slo
+        from kvern.simulate.study import changed, read_compared, run_once
+
+        slo = read_slo(self.slo)
+        condition, basis = self._condition()
+        if self.policy is not None:
+            condition = changed(condition, "policy", self.policy)
+        conditions = {"": condition}
+        if self.compare:
+            conditions = {name: each for text in self.compare for name, each in read_compared(text, condition).items()}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in conditions}
+        for seed in range(self.seed, self.seed + self.seeds):
+            load = self._load(seed)
+            for name, each in conditions.items():
+                found[name].append(run_once(each, load, seed, slo))
+        if self.json:
+            told = {"basis": basis, "runs": found}
+            sys.stdout.write(json.dumps(told, indent=1) + "\n")
+        else:
+            _print(found, basis)
+        return 0
+
+    def _load(self, seed: int) -> list[LoadRequest]:
+        """Reads the load; one that is drawn, and says no seed, is another for each seed."""
+        from kvern.loads.source import read_load
+
+        if self.load is None:
+            raise ConfigError(
+                "there is nothing to simulate: give --load, a file or what to draw, like rate=2,requests=1000"
+            )
+        drawn = "=" in self.load and "seed=" not in self.load and not Path(self.load).exists()
+        return list(read_load(f"{self.load},seed={seed}" if drawn else self.load))
+
+    def _condition(self) -> tuple[Condition, str]:
+        """Returns the engines that are simulated, and what their steps' costs are based on."""
+        if self.record is not None and self.roofline:
+            raise ConfigError("record and roofline exclude each other: steps cost what one of them says")
+        if self.record is not None:
+            return self._recorded(self.record)
+        if not self.roofline:
+            raise ConfigError(
+                "nothing says what steps cost: give --record FILE of kvern bench steps, or --roofline for estimates"
+            )
+        return self._estimated()
+
+    def _recorded(self, path: Path) -> tuple[Condition, str]:
+        from kvern.simulate.costs import FittedPrice, fit_steps
+        from kvern.simulate.records import read_steps
+        from kvern.simulate.study import Condition
+
+        record = read_steps(path)
+        header = record.header
+        if header.version != __version__:
+            raise ConfigError(f"{path} is of kvern {header.version}, and this is {__version__}: record its steps anew")
+        if self.hardware not in (None, header.hardware):
+            raise ConfigError(f"{path} is of {header.hardware}, not of {self.hardware}: record steps there")
+        if self.model not in (None, header.model):
+            raise ConfigError(f"{path} is of the model {header.model}, not of {self.model}: record its steps")
+        fit = fit_steps(record.samples)
+        basis = (
+            f"{header.model} on {header.hardware}: costs of {fit.steps} recorded steps; those left out of the fit were "
+            f"{fit.error:.1%} off on average, their sum {fit.bias:+.1%}"
+        )
+        return Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace), basis
+
+    def _estimated(self) -> tuple[Condition, str]:
+        from kvern.cli.models import outlines
+        from kvern.config import EngineConfig
+        from kvern.models.folder import model_folder
+        from kvern.models.repository import outlined_model
+        from kvern.planning.choice import model_of
+        from kvern.planning.estimate import Workload
+        from kvern.planning.hardware import names_of, parse_hardware, this_machine
+        from kvern.simulate.roofline import estimated_condition
+
+        if self.model is None:
+            raise ConfigError("roofline estimates a model's steps: name the model")
+        config = EngineConfig(str(outlined_model(self.model, outlines())))
+        model = model_of(config, model_folder(config))
+        cards = this_machine(config, model.dtype) if self.hardware is None else parse_hardware(self.hardware)
+        condition, best = estimated_condition(model, cards, Workload())
+        return condition, f"an estimate: {self.model} on {names_of(cards)}, {best.split}; no step of it was measured"
+
+
+def _print(found: dict[str, list[dict[str, Any]]], basis: str) -> None:
+    table = make_table("", *(name or "value" for name in found), title="kvern simulate")
+    for row, form in ROWS.items():
+        if all(row in run for runs in found.values() for run in runs):
+            table.add_row(row.replace("_", " "), *(_cell([run[row] for run in runs], form) for runs in found.values()))
+    print_tables(table)
+    print_lines(f"Based on {basis}.")
+    if any(run["use"] > SATURATED for runs in found.values() for run in runs):
+        say("engines are nearly saturated: there high percentiles are chance, and only their intervals say something")
+
+
+def _cell(values: list[float], form: str) -> str:
+    from kvern.simulate.report import interval
+
+    mean, low, high = interval(values)
+    told, least, most = (format(value, form) for value in (mean, low, high))
+    return told if least == most else f"{told} ({least} to {most})"

@@ -1,0 +1,213 @@
+"""One simulated engine: the core of a server's engine over a simulated executor.
+
+LoadRequest --take--> RequestSpec --> EngineCore --> SimulatedExecutor --> Timeline
+"""
+
+import random
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol, cast
+
+import msgspec
+
+from kvern.cache.manager import KVCacheManager
+from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.pace import Pace
+from kvern.engine.queues import POLICIES
+from kvern.engine.scheduler import Scheduler, SchedulerLimits
+from kvern.engine.step_costs import StepCosts
+from kvern.errors import ConfigError
+from kvern.loads.request import BLOCK_TOKENS, LoadRequest
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.simulate.executor import Price, SimulatedExecutor, VirtualClock
+from kvern.simulate.timeline import Timeline
+
+if TYPE_CHECKING:
+    from kvern.runner.executor import Executor
+
+OWN = 1 << 30
+"""Tokens from here on are of one request alone; those below stand for the blocks of prompts."""
+
+
+class EngineSizes(msgspec.Struct, frozen=True):
+    """Sizes by which an engine decides, of its options and its memory; see `EngineConfig` and `Layout`."""
+
+    blocks: int
+    block_size: int
+    max_model_len: int
+    max_batch_requests: int
+    max_batch_tokens: int
+    depth: int = 1
+    policy: str = "fcfs"
+    aging_steps: int = 200
+    chunked_prefill: bool = True
+    continuous: bool = True
+    prefix_cache: bool = True
+
+
+class PaceSizes(msgspec.Struct, frozen=True):
+    """The target of the time between tokens, with the costs that an engine predicts with; see `Pace`."""
+
+    target: float
+    yields: bool
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    per_key: float
+    per_pair: float
+
+    def made(self, clock: "Clock") -> Pace:
+        """Returns the pace of an engine that has just begun."""
+        costs = StepCosts(self.rows, self.seconds, self.per_key, self.per_pair)
+        return Pace(costs, self.target, self.yields, clock)
+
+
+class Prompts:
+    """Makes prompts: equal hashes of blocks are equal tokens, and other tokens are the request's own.
+
+    Without a `vocabulary` a block is one token, repeated: that makes it different from all others, and takes no memory
+    of its own. With one, tokens are drawn from it, for a model.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        self._vocabulary = vocabulary
+        self._names: dict[int, int] = {}
+
+    def spec(self, number: int, request: LoadRequest) -> RequestSpec:
+        """Returns a request for the core, whose answer does not end before its length; its seed is its own token."""
+        tokens: list[int] = []
+        for block in request.blocks:
+            count = min(BLOCK_TOKENS, request.prompt_tokens - len(tokens))
+            if self._vocabulary is None:
+                tokens += [self._names.setdefault(block, len(self._names))] * count
+            else:
+                tokens += self._drawn(f"block {block}", count)
+        rest = request.prompt_tokens - len(tokens)
+        tokens += [OWN + number] * rest if self._vocabulary is None else self._drawn(f"own {number}", rest)
+        return RequestSpec(
+            request_id=str(number),
+            prompt=PromptInput(tokens),
+            params=self._params,
+            max_tokens=request.output_tokens,
+            seed=OWN + number,
+            owner=request.tenant,
+            whole=True,
+        )
+
+    def _drawn(self, name: str, count: int) -> list[int]:
+        dice = random.Random(name)
+        return [int(dice.random() * (self._vocabulary or 1)) for _ in range(count)]
+
+    @cached_property
+    def _params(self) -> ResolvedParams:
+        return ResolvedParams(temperature=0.0)
+
+
+class Clock(Protocol):
+    """The time that a core sees: it passes where the engine waits, and nowhere else."""
+
+    now: float
+
+    def __call__(self) -> float:
+        """Returns `now`."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass."""
+        ...
+
+    def reach(self, moment: float) -> None:
+        """Lets time pass until a moment, unless that is over."""
+        ...
+
+
+class StepExecutor(Protocol):
+    """The part of an executor that is not for the core."""
+
+    busy: float
+
+
+def make_scheduler(sizes: EngineSizes) -> Scheduler:
+    """Returns the scheduler of an engine of these sizes."""
+    limits = SchedulerLimits(
+        sizes.max_batch_tokens, sizes.max_batch_requests, sizes.aging_steps, sizes.chunked_prefill, sizes.continuous
+    )
+    cache = KVCacheManager(sizes.blocks, sizes.block_size, sizes.prefix_cache)
+    return Scheduler(limits, cache, POLICIES[sizes.policy])
+
+
+class DrivenEngine:
+    """A core with its clock, which is given requests as they arrive; a simulated one, or one of a model.
+
+    Those that arrive while a step runs are given to the core when it has ended, as by an engine's process.
+    """
+
+    def __init__(
+        self,
+        sizes: EngineSizes,
+        clock: Clock,
+        executor: StepExecutor,
+        timeline: Timeline,
+        pace: PaceSizes | None = None,
+    ) -> None:
+        self.clock = clock
+        self.executor = executor
+        self.timeline = timeline
+        self.scheduler = make_scheduler(sizes)
+        made = None if pace is None else pace.made(clock)
+        timing = CoreTiming(pace=made, clock=clock, sleep=clock.sleep)
+        self.core = EngineCore(self.scheduler, cast("Executor", executor), sizes.depth, timing=timing)
+
+    @property
+    def has_work(self) -> bool:
+        """Some request has not ended."""
+        return self.core.has_work
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return self.scheduler.cache.statistics.hit_tokens
+
+    def add(self, spec: RequestSpec, arrival: float) -> None:
+        """Takes a request, which has arrived at this time, or earlier if a step was running."""
+        self.clock.reach(arrival)
+        self.timeline.arrived(spec, arrival)
+        self.core.add(spec)
+
+    def step(self) -> None:
+        """Does what the process of an engine does in one turn."""
+        self.core.step()
+
+    def run(self, load: Sequence[LoadRequest], prompts: Prompts) -> None:
+        """Runs a whole load, in the order of its arrivals."""
+        upcoming = ((prompts.spec(number, request), request.arrival) for number, request in enumerate(load))
+        spec, arrival = next(upcoming, (None, 0.0))
+        while spec is not None or self.has_work:
+            while spec is not None and (arrival <= self.clock.now or not self.has_work):
+                self.add(spec, arrival)
+                spec, arrival = next(upcoming, (None, 0.0))
+            self.step()
+
+
+def simulated_engine(sizes: EngineSizes, price: Price, pace: PaceSizes | None = None) -> DrivenEngine:
+    """Returns an engine without a model."""
+    clock, timeline = VirtualClock(), Timeline()
+    return DrivenEngine(sizes, clock, SimulatedExecutor(clock, price, timeline.ended), timeline, pace)
+
+
+def check_load(load: Sequence[LoadRequest], sizes: EngineSizes) -> None:
+    """Raises ConfigError if a request can never run."""
+    longest = min(sizes.max_model_len, sizes.blocks * sizes.block_size)
+    if not load:
+        raise ConfigError("the load has no requests: there is nothing to run")
+    for number, request in enumerate(load, 1):
+        tokens = request.prompt_tokens + request.output_tokens
+        if tokens > longest:
+            raise ConfigError(
+                f"request {number} of the load has {tokens} tokens, prompt and answer, and the engine takes {longest}"
+            )
+        if not sizes.chunked_prefill and request.prompt_tokens > sizes.max_batch_tokens:
+            raise ConfigError(
+                f"request {number} of the load has a prompt of {request.prompt_tokens} tokens, above max_batch_tokens "
+                f"{sizes.max_batch_tokens}: without chunked prefill it never runs"
+            )

@@ -1,0 +1,106 @@
+"""An executor whose steps compute nothing and take the seconds that a price says."""
+
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from kvern.engine.step_load import StepLoad, load_of
+from kvern.request.layer_times import MeasuredStep
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+
+
+class VirtualClock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.now += seconds
+
+    def reach(self, moment: float) -> None:
+        """Lets time pass until a moment, unless that is over."""
+        self.now = max(self.now, moment)
+
+
+class Price(Protocol):
+    """The seconds of steps."""
+
+    def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
+        """Returns the time from the end of the step before to the end of a step, of which so many requests are new."""
+        ...
+
+
+Observe = Callable[[float, list[ScheduledTokens], list[str]], None]
+"""Is told the end of a step, its tokens, and the requests of these."""
+
+
+class SimulatedStep:
+    """The result of a step, which has come when its time has passed."""
+
+    def __init__(self, executor: "SimulatedExecutor", output: SchedulerOutput, submitted: float) -> None:
+        self._executor = executor
+        self._output, self._submitted = output, submitted
+
+    def result(self) -> ModelRunnerOutput:
+        """Lets the time of the step pass; it begins when the step before has ended."""
+        return self._executor.end(self._output, self._submitted)
+
+
+class SimulatedExecutor:
+    """Gives every row that samples a token of its request: the seed of its `RequestSpec`.
+
+    `observe` is told of each step that ends.
+    """
+
+    tier = None
+
+    def __init__(self, clock: VirtualClock, price: Price, observe: Observe) -> None:
+        self.price = price
+        self.ended = 0.0
+        """The end of the last step."""
+        self.busy = 0.0
+        """The seconds of all steps."""
+        self._clock, self._observe = clock, observe
+        self._tokens: dict[int, int] = {}
+
+    def submit(self, output: SchedulerOutput) -> SimulatedStep:
+        """Begins a step."""
+        for new in output.joined:
+            self._tokens[new.slot] = new.seed
+        return SimulatedStep(self, output, self._clock.now)
+
+    def end(self, output: SchedulerOutput, submitted: float) -> ModelRunnerOutput:
+        """Ends the oldest step, submitted then."""
+        begun = max(self.ended, submitted)
+        self.ended = self.end_of(output, begun)
+        self.busy += self.ended - begun
+        self._clock.reach(self.ended)
+        self._observe(self.ended, output.scheduled, output.request_ids)
+        nothing = [None] * len(output.scheduled)
+        return ModelRunnerOutput(self.sampled(output), list(nothing), list(nothing))
+
+    def end_of(self, output: SchedulerOutput, begun: float) -> float:
+        """Returns the end of a step that begins now, or when the one before ended."""
+        scheduled = output.scheduled
+        return begun + self.price.seconds(load_of(scheduled, output.encoding), len(scheduled), len(output.joined))
+
+    def sampled(self, output: SchedulerOutput) -> list[list[int]]:
+        """Returns the tokens of each row."""
+        tokens = self._tokens
+        return [[tokens[item.slot]] if item.sampled else [] for item in output.scheduled]
+
+    def idle(self) -> bool:
+        """Nothing can be prepared."""
+        return False
+
+    def measured(self) -> list[MeasuredStep]:
+        """No step is measured."""
+        return []
+
+    def abandon(self) -> NoReturn:
+        """A simulated step never fails."""
+        raise AssertionError("a simulated step has failed")

@@ -1,0 +1,92 @@
+"""The figures of a simulation, or of a real engine under the same load."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvern.config import read_seconds
+from kvern.errors import ConfigError
+from kvern.simulate.timeline import Answer, Timeline, all_gaps, weighted_percentiles
+
+PERCENTS = 50, 90, 99
+LIMITS = "ttft", "itl", "e2e"
+Slo = dict[str, float]
+
+
+def read_slo(text: str | None) -> Slo:
+    """Reads limits such as "ttft=500ms,itl=20ms" in seconds. Raises ConfigError."""
+    found = {}
+    for part in (text or "").split(","):
+        name, _, value = part.strip().partition("=")
+        if not part.strip():
+            continue
+        if name not in LIMITS or name in found:
+            raise ConfigError(
+                f"slo is {text!r:.80}: it must be limits like ttft=500ms,itl=20ms, of {', '.join(LIMITS)}"
+            )
+        found[name] = read_seconds(f"slo {name}", value)
+        if not found[name]:
+            raise ConfigError(f"slo {name} is {value!r}: no answer takes no time; give a limit like 500ms")
+    return found
+
+
+def is_good(answer: Answer, slo: Slo) -> bool:
+    """True if an answer keeps to all limits; that of `itl` is for the mean time between its tokens."""
+    return answer.ended and all(getattr(answer, name) <= limit for name, limit in slo.items())
+
+
+def figures(timelines: Sequence[Timeline], slo: Slo, cached: int, used: Iterable[float]) -> dict[str, Any]:
+    """Returns the figures of a run as JSON: times in milliseconds, rates per second.
+
+    `cached`: prompt tokens that came from caches. `used`: the seconds of steps of each engine.
+    """
+    answers = [answer for timeline in timelines for answer in timeline.answers.values()]
+    begun, ended = min(answer.arrival for answer in answers), max(answer.last for answer in answers)
+    seconds = max(ended - begun, 1e-9)
+    generated, prompts = sum(answer.tokens for answer in answers), sum(answer.prompt for answer in answers)
+    found: dict[str, Any] = {
+        "requests": len(answers),
+        "seconds": seconds,
+        "requests_per_second": len(answers) / seconds,
+        "tokens_per_second": generated / seconds,
+        "prompt_tokens": prompts,
+        "generated_tokens": generated,
+        "cache_hit_share": cached / max(1, prompts),
+        "use": sum(used) / (seconds * len(timelines)),
+        "steps": sum(timeline.steps for timeline in timelines),
+    }
+    if slo:
+        good = sum(is_good(answer, slo) for answer in answers)
+        found |= {"goodput": good / seconds, "good_share": good / len(answers)}
+    for name in ("ttft", "e2e"):
+        values = [getattr(answer, name) for answer in answers]
+        found |= _percentiles(name, [float(value) for value in np.percentile(values, PERCENTS)])
+    return found | _percentiles("itl", weighted_percentiles(all_gaps(timelines), PERCENTS))
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"p{percent}_{name}_ms": 1000 * value for percent, value in zip(PERCENTS, values, strict=True)}
+
+
+def by_tenant(timelines: Sequence[Timeline], slo: Slo) -> dict[str, dict[str, Any]]:
+    """Returns times and good shares of each tenant, if there are several."""
+    groups: dict[str, list[Answer]] = {}
+    for timeline in timelines:
+        for answer in timeline.answers.values():
+            groups.setdefault(answer.tenant, []).append(answer)
+    found: dict[str, dict[str, Any]] = {}
+    for tenant, answers in sorted(groups.items()) if len(groups) > 1 else ():
+        told: dict[str, Any] = {"requests": len(answers)}
+        for name in ("ttft", "e2e"):
+            values = [getattr(answer, name) for answer in answers]
+            told |= _percentiles(name, [float(value) for value in np.percentile(values, PERCENTS)])
+        if slo:
+            told["good_share"] = sum(is_good(answer, slo) for answer in answers) / len(answers)
+        found[tenant] = told
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the mean of runs with several seeds, the least and the greatest."""
+    return float(np.mean(values)), min(values), max(values)

@@ -1,0 +1,109 @@
+"""When the tokens of each request came, and the figures of that."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from kvern.request.request import RequestSpec
+from kvern.request.step import ScheduledTokens
+
+
+class Answer:
+    """The times of a request's answer, in seconds."""
+
+    __slots__ = ("arrival", "first", "last", "prompt", "tenant", "tokens", "wanted")
+
+    def __init__(self, spec: RequestSpec, arrival: float) -> None:
+        self.arrival = arrival
+        self.first = self.last = 0.0
+        self.prompt, self.wanted = spec.prompt_length, spec.max_tokens
+        self.tokens = 0
+        self.tenant = spec.owner
+
+    @property
+    def ttft(self) -> float:
+        """The time to the first token."""
+        return self.first - self.arrival
+
+    @property
+    def itl(self) -> float:
+        """The mean time between tokens; 0 for a single one."""
+        return (self.last - self.first) / max(1, self.tokens - 1)
+
+    @property
+    def e2e(self) -> float:
+        """The time to the last token."""
+        return self.last - self.arrival
+
+    @property
+    def ended(self) -> bool:
+        """All tokens have come."""
+        return self.tokens == self.wanted
+
+
+class Timeline:
+    """Is told of arrivals and steps."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.gaps: Counter[float] = Counter()
+        """The times between two tokens of a request, with how often each was seen."""
+        self.steps = 0
+        self.rows = 0
+        """The tokens that all steps computed."""
+        self.finished: list[str] = []
+        """The requests that have ended since somebody took them."""
+
+    def arrived(self, spec: RequestSpec, moment: float) -> None:
+        """Takes note of a request, of one sequence."""
+        self.answers[f"{spec.request_id}#0"] = Answer(spec, moment)
+
+    def ended(self, moment: float, scheduled: Sequence[ScheduledTokens], request_ids: Sequence[str]) -> None:
+        """Takes note of the end of a step."""
+        answers = self.answers
+        before: dict[float, int] = {}
+        rows = 0
+        for item, name in zip(scheduled, request_ids, strict=True):
+            rows += item.count
+            if not item.sampled:
+                continue
+            answer = answers[name]
+            if answer.tokens == answer.wanted:
+                continue  # a step in flight has ended it
+            if answer.tokens:
+                last = answer.last
+                before[last] = before.get(last, 0) + 1
+            else:
+                answer.first = moment
+            answer.last = moment
+            answer.tokens += 1
+            if answer.tokens == answer.wanted:
+                self.finished.append(name)
+        for last, count in before.items():
+            self.gaps[moment - last] += count
+        self.steps += 1
+        self.rows += rows
+
+
+def weighted_percentiles(values: Mapping[float, int], percents: Sequence[float]) -> list[float]:
+    """Returns percentiles of values that were seen several times each, interpolated as `percentile` does."""
+    if not values:
+        return [0.0] * len(percents)
+    ordered = np.array(sorted(values))
+    ends = np.cumsum([values[value] for value in ordered.tolist()])
+    found = []
+    for percent in percents:
+        place = percent / 100 * (int(ends[-1]) - 1)
+        low = int(place)
+        first, second = ordered[np.searchsorted(ends, [low, min(low + 1, int(ends[-1]) - 1)], side="right")]
+        found.append(float(first + (place - low) * (second - first)))
+    return found
+
+
+def all_gaps(timelines: Iterable[Timeline]) -> Counter[float]:
+    """Returns the times between tokens of several engines."""
+    found: Counter[float] = Counter()
+    for timeline in timelines:
+        found.update(timeline.gaps)
+    return found

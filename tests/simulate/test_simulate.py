@@ -1,0 +1,192 @@
+"""``kvern simulate``: a server's core over a virtual clock gives steps their price, and answers end as they should."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvern.cli.main import main
+from kvern.engine.step_load import StepLoad
+from kvern.errors import ConfigError
+from kvern.loads.file import as_line
+from kvern.loads.request import LoadRequest
+from kvern.simulate.costs import FittedPrice, StepSample, StepWork, fit_steps
+from kvern.simulate.engine import DrivenEngine, EngineSizes, Prompts, simulated_engine
+from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, read_steps, write_steps
+from kvern.simulate.report import figures, read_slo
+from kvern.simulate.timeline import weighted_percentiles
+from kvern.version import __version__
+
+SIZES = EngineSizes(blocks=64, block_size=16, max_model_len=512, max_batch_requests=4, max_batch_tokens=64)
+
+
+class EvenPrice:
+    """A second for each step, and a hundredth for each token of it."""
+
+    def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
+        return 1.0 + 0.01 * load.rows
+
+
+def run(load: list[LoadRequest], sizes: EngineSizes = SIZES) -> DrivenEngine:
+    engine = simulated_engine(sizes, EvenPrice())
+    engine.run(load, Prompts())
+    engine.scheduler.check_integrity()
+    return engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_alone_takes_the_seconds_of_its_steps(depth: int) -> None:
+    engine = run([LoadRequest(5.0, 100, 3)], msgspec.structs.replace(SIZES, depth=depth))
+    answer = engine.timeline.answers["0#0"]
+    assert answer.ended and answer.ttft == pytest.approx(1.64 + 1.36)  # 64 tokens of the prompt, then 36
+    assert answer.e2e == pytest.approx(3.0 + 2 * 1.01) and answer.itl == pytest.approx(1.01)
+    assert engine.timeline.gaps.total() == 2
+
+
+def test_who_arrives_in_a_step_waits_for_its_end() -> None:
+    engine = run([LoadRequest(0.0, 50, 2), LoadRequest(0.5, 10, 1)])
+    first, second = engine.timeline.answers.values()
+    assert first.first == pytest.approx(1.5)
+    assert second.ttft == pytest.approx(1.5 + 1.11 - 0.5)  # with the decode of the other
+
+
+def test_equal_hashes_are_computed_once_and_other_tokens_never_match() -> None:
+    sizes = msgspec.structs.replace(SIZES, blocks=512, max_model_len=2048)
+    load = [LoadRequest(100.0 * place, 1000, 1, (7, 8 + place % 2)) for place in range(4)]
+    engine = run(load, sizes)
+    assert engine.hit_tokens == 512 + 2 * 999  # the others have all but their last token in the cache
+    assert run([LoadRequest(100.0 * place, 1000, 1) for place in range(4)], sizes).hit_tokens == 0
+
+
+def test_requests_are_preempted_where_blocks_run_out_and_all_end() -> None:
+    load = [LoadRequest(0.0, 60, 200) for _ in range(6)]
+    engine = run(load, msgspec.structs.replace(SIZES, blocks=40))
+    assert engine.scheduler.preemption_count > 0
+    assert all(answer.ended for answer in engine.timeline.answers.values())
+    assert engine.timeline.gaps.total() == 6 * 199
+
+
+def test_figures_tell_good_answers_and_the_use_of_the_engine() -> None:
+    engine = run([LoadRequest(0.0, 64, 2), LoadRequest(10.0, 64, 2), LoadRequest(10.1, 64, 2)])
+    found = figures([engine.timeline], read_slo("ttft=2s"), engine.hit_tokens, [engine.executor.busy])
+    assert found["requests"] == 3 and found["generated_tokens"] == 6
+    assert found["good_share"] == pytest.approx(2 / 3)  # the third waits for the second's prompt
+    assert found["use"] == pytest.approx(engine.executor.busy / found["seconds"])
+
+
+def test_percentiles_of_counted_values_are_those_of_all() -> None:
+    found = weighted_percentiles(Counter({1.0: 2, 3.0: 1, 2.0: 1}), [0, 50, 90, 100])
+    assert found == [1.0, 1.5, pytest.approx(2.7), 3.0]
+
+
+def samples(count: int, noise: float = 0.0) -> list[StepSample]:
+    """Steps of known costs, every seventh with a prompt."""
+    found = []
+    for place in range(count):
+        requests, keys = 1 + place * 7 % 41, 100 * (place % 13)
+        prompt = 64 if place % 7 == 0 else 0
+        load = StepLoad(requests + prompt, keys, 2048.0 * bool(prompt), 0.0, prompt, 0)
+        seconds = 0.002 + 1e-4 * load.rows + 1e-7 * keys + 1e-7 * load.pairs
+        found.append(StepSample(StepWork(load, requests + bool(prompt), 0), seconds * (1 + noise * (place % 3 - 1))))
+    return found
+
+
+def test_costs_are_fitted_and_the_error_on_steps_left_out_is_told() -> None:
+    exact = fit_steps(samples(500))
+    assert exact.error < 0.02 and abs(exact.bias) < 0.01
+    noisy = fit_steps(samples(500, noise=0.3))
+    assert 0.1 < noisy.error < 0.3
+    work = samples(1)[0].work
+    drawn = {FittedPrice(noisy, 1).seconds(*work) for _ in range(3)} | {FittedPrice(noisy, 2).seconds(*work)}
+    assert len(drawn) > 1 and FittedPrice(noisy, 1).seconds(*work) == FittedPrice(noisy, 1).seconds(*work)
+    with pytest.raises(ConfigError, match="has 5 steps: at least 100"):
+        fit_steps(samples(5))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A load and a record of steps."""
+    load = [LoadRequest(0.05 * place, 40, 20, (), "ab"[place % 2]) for place in range(40)]
+    (tmp_path / "load.jsonl").write_bytes(b"".join(map(as_line, load)))
+    header = RecordHeader(version=__version__, model="m", hardware="h", vocabulary=100, sizes=SIZES)
+    steps = [RecordedStep(0.0, each.seconds, *each.work, 0) for each in samples(300, noise=0.1)]
+    write_steps(StepRecord(header, [RecordedRequest(load[0], [1])], steps), tmp_path / "steps.jsonl")
+    return tmp_path / "load.jsonl", tmp_path / "steps.jsonl"
+
+
+def test_a_record_is_read_as_it_was_written(files: tuple[Path, Path]) -> None:
+    record = read_steps(files[1])
+    assert record.header.sizes == SIZES and len(record.steps) == 300 and record.requests[0].answer == [1]
+
+
+def test_the_command_compares_policies_with_the_same_seeds(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    load, record = map(str, files)
+    command = ["simulate", "--record", record, "--load", load, "--slo", "ttft=100ms", "--seeds", "2", "--json"]
+    assert main([*command, "--compare", "policy=fcfs,sjf"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told["runs"]) == {"policy=fcfs", "policy=sjf"} and "300 recorded steps" in told["basis"]
+    first, second = told["runs"]["policy=fcfs"]
+    assert first["requests"] == 40 and first["p50_ttft_ms"] != second["p50_ttft_ms"]
+    assert set(first["tenants"]) == {"a", "b"}
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][""] == [first, second]
+    assert main([*command[:-1]]) == 0
+    assert " to " in capsys.readouterr().out
+
+
+def test_a_load_that_is_drawn_is_another_for_each_seed_and_the_same_for_all_conditions(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["simulate", "--record", str(files[1]), "--load", "rate=2,requests=9,input=uniform:9:99", "--json"]
+    assert main([*command, "--seeds", "2", "--compare", "block_size=16,32"]) == 0
+    told = json.loads(capsys.readouterr().out)["runs"]
+    small, large = ([run["prompt_tokens"] for run in told[f"block_size={size}"]] for size in (16, 32))
+    assert small == large and small[0] != small[1]
+
+
+def test_estimates_are_marked(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "kvern-1m", "--roofline", "--hardware", "h200", "--load", str(files[0])]) == 0
+    assert "an estimate: kvern-1m on 1 x h200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--load", "LOAD"], "nothing says what steps cost"),
+        (["--record", "RECORD"], "nothing to simulate"),
+        (["--record", "RECORD", "--roofline", "--load", "LOAD"], "exclude each other"),
+        (["--record", "LOAD", "--load", "LOAD"], "format none, and this kvern reads 1"),
+        (["--record", "RECORD", "--load", "RECORD"], "line 1"),
+        (["--record", "RECORD", "--load", "LOAD", "--hardware", "h200"], "is of h, not of h200"),
+        (["other", "--record", "RECORD", "--load", "LOAD"], "of the model m, not of other"),
+        (["--record", "RECORD", "--load", "LOAD", "--slo", "ttft=0"], "give a limit like 500ms"),
+        (["--record", "RECORD", "--load", "LOAD", "--slo", "tpot=3ms"], "it must be limits like"),
+        (["--record", "RECORD", "--load", "LOAD", "--compare", "policy=fcfs"], "at least two values"),
+        (["--record", "RECORD", "--load", "LOAD", "--compare", "policy=fcfs,lifo"], "there are fcfs"),
+        (["--record", "RECORD", "--load", "LOAD", "--compare", "block_size=0,3"], "at least 1"),
+    ],
+)
+def test_wrong_input_is_refused_in_a_line(
+    files: tuple[Path, Path], arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"LOAD": str(files[0]), "RECORD": str(files[1])}
+    assert main(["simulate", *(given.get(word, word) for word in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_records_of_another_version_and_requests_that_never_fit_are_refused(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read_steps(files[1])
+    old = msgspec.structs.replace(record, header=msgspec.structs.replace(record.header, version="0.0.1"))
+    write_steps(old, tmp_path / "old.jsonl")
+    assert main(["simulate", "--record", str(tmp_path / "old.jsonl"), "--load", str(files[0])]) == 2
+    assert "is of kvern 0.0.1" in capsys.readouterr().err
+    (tmp_path / "long.jsonl").write_bytes(as_line(LoadRequest(0.0, 600, 1)))
+    assert main(["simulate", "--record", str(files[1]), "--load", str(tmp_path / "long.jsonl")]) == 2
+    assert "has 601 tokens" in capsys.readouterr().err
