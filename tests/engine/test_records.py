@@ -139,7 +139,7 @@ def test_drafts_are_counted() -> None:
     engine.add([0, 1], 40)
     engine.run()
     record = record_of(engine, 0)
-    assert 8 < record.accepted_tokens == record.draft_tokens and record.steps < 40
+    assert 8 < record.drafts.accepted == record.drafts.verified and record.steps < 40
 
 
 def test_a_change_of_weights_is_not_taken_for_others_that_need_blocks() -> None:

@@ -54,9 +54,15 @@ class RecordChecks:
     def _check(self, record: RequestRecord, request: Request) -> None:
         assert sum(record.waits.values()) == pytest.approx(self._without_row[record.request_id])
         assert all(seconds > 0 for seconds in record.waits.values())
+        own = {wait.cause: 0.0 for wait in record.own_waits}
+        for wait in record.own_waits:
+            assert 0 <= wait.began < wait.ended <= record.ended
+            own[wait.cause] += wait.ended - wait.began
+        assert own == pytest.approx({cause: record.waits[cause] for cause in own})
+        assert len(record.own_waits) == MOST_CHUNKS or own.keys() == {"load", "turn", "trial"} & record.waits.keys()
         assert sum(record.cached.values()) == request.answer.cached_tokens
         assert record.prompt_tokens == request.prompt_length
-        assert record.accepted_tokens <= record.draft_tokens
+        assert record.drafts.accepted <= record.drafts.verified
         assert len(record.chunks) == min(record.chunk_count, MOST_CHUNKS)
         times = [time for chunk in record.chunks for time in (chunk.began, chunk.ended)]
         assert all(0 <= time <= record.ended for time in (*times, *record.preemptions))

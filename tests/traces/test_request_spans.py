@@ -2,9 +2,10 @@
 
 import random
 
+import msgspec
 import pytest
 
-from kvern.request.record import Chunk, Gap, RequestRecord
+from kvern.request.record import Chunk, Gap, OwnWait, RequestRecord
 from kvern.traces.request_spans import REMEMBERED, Sampling, request_spans
 from kvern.traces.spans import Context, Span
 
@@ -53,6 +54,23 @@ def test_engines_follow_each_other() -> None:
     engines = [place for place, span in enumerate(spans) if span.name == "engine"]
     assert engines == [1, 7]
     assert [span.parent for span in spans[7:]] == [0, 7, 7, 9, 9, 7]
+
+
+def test_what_a_request_waits_for_alone_has_spans_before_its_first_step_and_after_a_preemption() -> None:
+    waits = OwnWait("grammar", 0.0, 0.25), OwnWait("load", 0.25, 1.0), OwnWait("load", 3.0, 3.5)
+    record = msgspec.structs.replace(RECORD, own_waits=waits, cached={"device": 8, "disk": 8})
+    spans = request_spans(WHOLE, [record], Span("detokenize", 1002.5, 1005.0, 0))
+    shown = [(span.name, span.began, span.ended, span.parent) for span in spans]
+    assert shown[2:6] == [
+        ("queue", 1000.0, 1001.0, 1),
+        ("grammar", 1000.0, 1000.25, 2),
+        ("load", 1000.25, 1001.0, 2),
+        ("load", 1003.0, 1003.5, 1),
+    ]
+    assert spans[4].attributes == {"kvern.cached_tokens.disk": 8} and not spans[3].attributes
+    chunks = [span.parent for span in spans if span.name == "prefill chunk"]
+    assert [spans[place].name for place in chunks if place is not None] == ["prefill", "prefill"]
+    assert (spans[-1].name, spans[-1].parent) == ("detokenize", 0)
 
 
 def test_a_request_that_never_began_has_its_wait_alone() -> None:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_chat_becomes_a_trace(served: Served, collector: Collector) -> None:
     options: dict[str, Any] = {"messages": QUESTION, "max_tokens": 20, "temperature": 0}
     asked = served.client().chat.completions.with_raw_response.create(model="kvern-1m", **options)
     spans = spans_of(collector, asked.headers["x-request-id"])
-    assert set(spans) == {"chat kvern-1m", "engine", "queue", "prefill", "prefill chunk", "decode"}
+    assert set(spans) == {"chat kvern-1m", "engine", "queue", "prefill", "prefill chunk", "decode", "detokenize"}
     whole, answer = attributes(spans["chat kvern-1m"]), asked.parse()
     assert whole["gen_ai.operation.name"] == "chat"
     assert whole["gen_ai.request.model"] == "kvern-1m"
@@ -53,7 +54,9 @@ def test_a_chat_becomes_a_trace(served: Served, collector: Collector) -> None:
     assert whole["gen_ai.response.finish_reasons"] == [answer.choices[0].finish_reason]
     assert whole["http.response.status_code"] == 200
     assert spans["engine"].parent_span_id == spans["chat kvern-1m"].span_id
-    for inner, outer in (("engine", "chat kvern-1m"), ("decode", "engine"), ("prefill", "engine")):
+    assert 0 < attributes(spans["detokenize"])["kvern.busy_seconds"] < 1
+    outers = ("engine", "chat kvern-1m"), ("decode", "engine"), ("prefill", "engine"), ("detokenize", "chat kvern-1m")
+    for inner, outer in outers:
         assert spans[outer].start_time_unix_nano <= spans[inner].start_time_unix_nano
         assert spans[inner].end_time_unix_nano <= spans[outer].end_time_unix_nano
     values = [str(value) for span in spans.values() for value in attributes(span).values()]
@@ -87,14 +90,24 @@ def test_embeddings_and_requests_without_a_model(served: Served, collector: Coll
     assert collector.requests > before
 
 
+def tree(spans: dict[str, Any]) -> set[tuple[str, str]]:
+    """The names of spans, each with its parent's."""
+    names = {span.span_id: name for name, span in spans.items()}
+    return {(name, names.get(span.parent_span_id, "")) for name, span in spans.items()}
+
+
 def test_a_request_that_two_engines_had_is_one_trace(served: Served, collector: Collector) -> None:
+    quiet = served.client().completions.with_raw_response.create(prompt="Once", **STORY)
+    expected = tree(spans_of(collector, quiet.headers["x-request-id"]))
     stream = served.client().completions.with_raw_response.create(prompt="Once", stream=True, **STORY)
     request_id = stream.headers["x-request-id"]
     chunks = iter(stream.parse())
     next(chunks)
     served.kill_engine()
     assert sum(1 for _ in chunks) > 0
-    whole = spans_of(collector, request_id)["text_completion kvern-1m"]
+    spans = spans_of(collector, request_id)
+    assert tree(spans) == expected and len(expected) == 7
+    whole = spans["text_completion kvern-1m"]
     assert attributes(whole)["kvern.moves"] == 1
     assert [event.name for event in whole.events] == ["moved"]
 
@@ -108,6 +121,23 @@ def test_a_client_that_leaves_in_a_long_step_has_the_spans_of_its_engine(served:
         chunks.close()
         eventually(lambda: served.figure("http_requests_total", status="200") > answered)
     assert {"engine", "decode"} <= spans_of(collector, stream.headers["x-request-id"]).keys()
+
+
+def test_a_load_from_a_tier_is_a_span(collector: Collector, tmp_path: Path) -> None:
+    small = ("--kv-cache-tokens", "512", "--kv-tier", f"disk:{tmp_path}:64MB")
+    traced = ("--otlp-traces-endpoint", collector.url, "--trace-share", "1")
+    with serving(*SMALL, *small, *traced) as served:
+        for story in ("a bird ", "a stone ", "a bird "):
+            for _ in range(2):
+                ask = served.client().completions.with_raw_response.create
+                last = ask(**{**STORY, "prompt": story * 120, "max_tokens": 4})
+                if story == "a stone ":
+                    continue
+                spans = spans_of(collector, last.headers["x-request-id"])
+                if "load" in spans:
+                    break
+        assert ("load", "queue") in tree(spans)
+        assert attributes(spans["load"])["kvern.cached_tokens.disk"] >= 64
 
 
 def test_nothing_is_felt_of_a_collector_that_is_away(served: Served, collector: Collector) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvern.request.record import MOST_CHUNKS, Chunk, Gap, Lack, Loss, RequestRecord, Wait
+from kvern.request.record import MOST_CHUNKS, Chunk, Drafts, Gap, Lack, Loss, OwnWait, RequestRecord, Wait
 from kvern.request.request import FinishReason, Request, State
 from kvern.request.request_log import RequestLog
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
@@ -279,8 +279,10 @@ class Recorder:
             steps=log.steps,
             company=log.company / log.steps if log.steps else 0.0,
             longest_gap=None if log.gap is None else Gap(log.longest, log.gap[0] - log.arrived_at, log.gap[1]),
-            draft_tokens=log.drafts[0],
-            accepted_tokens=log.drafts[1],
+            drafts=Drafts(*log.drafts),
+            own_waits=tuple(
+                OwnWait(cause, began - log.arrived_at, ended - log.arrived_at) for cause, began, ended in log.wait.times
+            ),
         )
 
 

@@ -37,6 +37,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int
 
 
+class OwnWait(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A time for which a request waited for something of its own, such as a load from a tier."""
+
+    cause: Wait
+    began: float
+    ended: float
+
+
 class Gap(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The time between two tokens."""
 
@@ -45,6 +53,13 @@ class Gap(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cause: Literal["prefill", "step"] | Loss
     """The thing that came between: parts of prompts in the steps, the loss of its row, or nothing but a step that took
     so long."""
+
+
+class Drafts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The drafts of an answer: how many were verified, and how many of these accepted."""
+
+    verified: int = 0
+    accepted: int = 0
 
 
 class RequestRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -84,5 +99,6 @@ class RequestRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The mean number of other sequences in these steps."""
     longest_gap: Gap | None = None
     """The longest time between two of its tokens."""
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: Drafts = Drafts()
+    own_waits: tuple[OwnWait, ...] = ()
+    """The first MOST_CHUNKS times for which it waited for something of its own; they are in `waits`, too."""

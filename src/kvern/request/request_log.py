@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvern.request.record import Chunk, Loss, Wait
+from kvern.request.record import MOST_CHUNKS, Chunk, Loss, Wait
 
 
 @dataclass(slots=True, eq=False)
@@ -13,12 +13,14 @@ class WaitLog:
     """The waits of a request so far, by cause in `seconds`, and its present one.
 
     `own`: what it waits for if that is its own; else the counters of all were as in `before` when it began to wait.
+    `times`: the first waits of its own that have ended, with their begin and end.
     """
 
     since: float = 0.0
     own: Wait | None = None
     before: tuple[float, ...] = ()
     seconds: dict[Wait, float] = field(default_factory=dict)
+    times: list[tuple[Wait, float, float]] = field(default_factory=list)
 
     def begin(self, now: float, own: Wait | None, before: tuple[float, ...]) -> None:
         """A wait begins, while the counters have these values."""
@@ -31,6 +33,8 @@ class WaitLog:
         if self.own is not None:
             if now > self.since:
                 self._add(self.own, now - self.since)
+                if len(self.times) < MOST_CHUNKS:
+                    self.times.append((self.own, self.since, now))
             self.own = None
             return
         for (cause, after), before in zip(counters.items(), self.before, strict=True):

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from kvern.request.record import RequestRecord, Wait
 from kvern.serving.served import PREFILLED, ServedRequest
 
@@ -133,8 +135,8 @@ def _source(source: str) -> str:
 
 def _answer(record: RequestRecord) -> str:
     text = f"{record.answer_tokens:,} tokens in {record.steps:,} steps with {record.company:.1f} others on average"
-    if record.draft_tokens:
-        text += f"; {record.accepted_tokens:,} of {record.draft_tokens:,} drafts were right"
+    if record.drafts.verified:
+        text += f"; {record.drafts.accepted:,} of {record.drafts.verified:,} drafts were right"
     return text
 
 
@@ -200,9 +202,11 @@ def _events(served: ServedRequest, records: list[RequestRecord]) -> Iterator[tup
 def _named(record: RequestRecord) -> dict[str, Any]:
     """Returns a record with the names of its fields."""
     found: dict[str, Any] = {name: getattr(record, name) for name in record.__struct_fields__}
-    found["chunks"] = [{name: getattr(one, name) for name in one.__struct_fields__} for one in record.chunks]
+    found["chunks"] = [structs.asdict(one) for one in record.chunks]
+    found["drafts"] = structs.asdict(record.drafts)
+    found["own_waits"] = [structs.asdict(one) for one in record.own_waits]
     if (gap := record.longest_gap) is not None:
-        found["longest_gap"] = {name: getattr(gap, name) for name in gap.__struct_fields__}
+        found["longest_gap"] = structs.asdict(gap)
     return found
 
 

@@ -55,7 +55,17 @@ class Tracing:
 def trace_of(served: ServedRequest, trace_id: bytes, parent_id: int) -> Trace:
     """Returns the trace of a request that has ended."""
     records = sorted((record for _, record in served.records), key=lambda record: record.arrived)
-    return Trace(trace_id, parent_id, names.request_spans(_whole(served, records), records))
+    return Trace(trace_id, parent_id, names.request_spans(_whole(served, records), records, _text(served)))
+
+
+def _text(served: ServedRequest) -> Span | None:
+    """Returns the span of making text of tokens; None: there were none."""
+    if served.first_token is None:
+        return None
+    ended = served.arrived + max(served.first_token, served.text.until)
+    return Span(
+        "detokenize", served.arrived + served.first_token, ended, 0, {"kvern.busy_seconds": served.text.seconds}
+    )
 
 
 def _prompts(records: list[RequestRecord]) -> dict[str, int]:

@@ -43,6 +43,15 @@ class Passage:
     reason: str | None = None
 
 
+@dataclass(slots=True)
+class TextWork:
+    """The work of making text of tokens and looking for stop strings."""
+
+    until: float = 0.0
+    """Its end, in seconds after the request's arrival."""
+    seconds: float = 0.0
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ServedRequest:
     """An HTTP request. Times but `arrived` are seconds after it."""
@@ -62,6 +71,7 @@ class ServedRequest:
     status: int = 0
     first_byte: float | None = None
     first_token: float | None = None
+    text: TextWork = field(default_factory=TextWork)
     ended: float | None = None
     passages: list[Passage] = field(default_factory=list)
     moves: int = 0

@@ -304,6 +304,7 @@ class Workload:
                     served.recorded(self.engine, event.record)
         now = time.monotonic()
         changed, stopped = self._outputs.process(events)
+        took = (time.monotonic() - now) / max(len(changed), 1)
         for request_id, stop in stopped:
             self._supervisor.send(FinishRequests([request_id], "stop", stop))
         for output in changed:
@@ -315,6 +316,9 @@ class Workload:
                 if output.finished or generation.error is not None or not generation.patient:
                     generation.news.set()
                 self._count(generation, now)
+                if (served := generation.served) is not None:
+                    served.text.until = now + took - served.began
+                    served.text.seconds += took
                 if output.finished:
                     self._remove(output.request_id)
                 generation.progress += 1

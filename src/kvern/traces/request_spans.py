@@ -3,8 +3,10 @@
     request               the client's request, in the server
       engine              its time in one engine
         queue             the time before its first step
+          load            keys and values come from a KV tier; `grammar`, `images` and `turn` are other waits of its own
         prefill           the steps that compute its prompt, each a `prefill chunk`
         decode            from its first token to its last
+      detokenize          from the first text of its answers to the last, in the server
 
 Attributes are those of OpenTelemetry's semantic conventions for generative AI, as of CONVENTIONS, and `kvern.*` beside.
 """
@@ -89,10 +91,14 @@ def engine_spans(record: RequestRecord, parent: int, place: int) -> list[Span]:
         **{f"kvern.wait.{cause}": seconds for cause, seconds in record.waits.items()},
     }
     found = [Span("engine", began, began + record.ended, parent, whole, events)]
-    if record.first_step is None:
-        return [*found, span("queue", 0, record.ended, place)]
-    found.append(span("queue", 0, record.first_step, place))
-    if record.chunks:
+    queued = record.ended if record.first_step is None else record.first_step
+    found.append(span("queue", 0, queued, place))
+    for wait in record.own_waits:
+        within = place + 1 if wait.ended <= queued else place
+        came = {source: count for source, count in record.cached.items() if wait.cause == "load" and source != "device"}
+        tokens = {f"kvern.cached_tokens.{source}": count for source, count in came.items()}
+        found.append(span(wait.cause, wait.began, wait.ended, within, **tokens))
+    if record.chunks and record.first_step is not None:
         end = record.chunks[-1].ended
         prefill = place + len(found)
         found.append(span("prefill", record.first_step, end, place, **{"kvern.chunks": record.chunk_count}))
@@ -101,14 +107,14 @@ def engine_spans(record: RequestRecord, parent: int, place: int) -> list[Span]:
             found.append(span("prefill chunk", chunk.began, chunk.ended, prefill, **of_chunk))
     if record.first_token is not None:
         steps = {"kvern.steps": record.steps, "kvern.company": record.company}
-        drafts = {"kvern.draft_tokens": record.draft_tokens, "kvern.accepted_tokens": record.accepted_tokens}
+        drafts = {"kvern.draft_tokens": record.drafts.verified, "kvern.accepted_tokens": record.drafts.accepted}
         found.append(span("decode", record.first_token, record.ended, place, **steps, **drafts))
     return found
 
 
-def request_spans(whole: Span, records: Sequence[RequestRecord]) -> list[Span]:
-    """The spans of a request, of which `whole` is the first, with its time in each engine."""
+def request_spans(whole: Span, records: Sequence[RequestRecord], text: Span | None = None) -> list[Span]:
+    """The spans of a request, of which `whole` is the first, with its time in each engine; `text`: what made text."""
     found = [whole]
     for record in records:
         found += engine_spans(record, 0, len(found))
-    return found
+    return found if text is None else [*found, text]
