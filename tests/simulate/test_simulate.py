@@ -18,15 +18,7 @@ from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, 
 from kvern.simulate.report import figures, read_slo
 from kvern.simulate.timeline import weighted_percentiles
 from kvern.version import __version__
-
-SIZES = EngineSizes(blocks=64, block_size=16, max_model_len=512, max_batch_requests=4, max_batch_tokens=64)
-
-
-class EvenPrice:
-    """A second for each step, and a hundredth for each token of it."""
-
-    def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
-        return 1.0 + 0.01 * load.rows
+from tests.support.simulation import SIZES, EvenPrice
 
 
 def run(load: list[LoadRequest], sizes: EngineSizes = SIZES) -> DrivenEngine:

@@ -51,8 +51,12 @@ class SimulateCommand:
     """Take estimates where there is no record; the result is marked as one."""
     policy: str | None = None
     """Order of requests. None: the record's, or fcfs."""
+    replicas: int = 1
+    """Number of engines, among which requests are divided as a server divides them."""
+    router: str = "server"
+    """Choice of an engine: server, or for comparison least, random or round-robin."""
     compare: tuple[str, ...] = ()
-    """Conditions beside each other, such as policy=fcfs,sjf or block_size=16,64."""
+    """Conditions beside each other, such as policy=fcfs,sjf or replicas=2,4."""
     slo: str | None = None
     """Limits of good answers, such as ttft=500ms,itl=20ms,e2e=5s; itl is an answer's mean time between tokens."""
     seed: int = 0
@@ -70,8 +74,10 @@ class SimulateCommand:
 
         slo = read_slo(self.slo)
         condition, basis = self._condition()
-        if self.policy is not None:
-            condition = changed(condition, "policy", self.policy)
+        for name in ("policy", "replicas", "router"):
+            value = getattr(self, name)
+            if value is not None:
+                condition = changed(condition, name, str(value))
         conditions = {"": condition}
         if self.compare:
             conditions = {name: each for text in self.compare for name, each in read_compared(text, condition).items()}

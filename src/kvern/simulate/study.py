@@ -1,5 +1,6 @@
 """Runs of one load under several conditions, with the same random numbers for each."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,18 +11,25 @@ from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.simulate.engine import EngineSizes, PaceSizes, Prompts, check_load, simulated_engine
 from kvern.simulate.executor import Price
+from kvern.simulate.fleet import ROUTERS, Fleet
 from kvern.simulate.report import Slo, by_tenant, figures
 
-COMPARED = "policy", "block_size", "max_batch_requests", "max_batch_tokens", "prefix_cache"
-"""Conditions that `read_compared` knows: fields of `EngineSizes`."""
+SIZED = "policy", "block_size", "max_batch_requests", "max_batch_tokens", "prefix_cache"
+COMPARED = *SIZED, "replicas", "router"
+"""Conditions that `read_compared` knows: fields of `EngineSizes` and of `Condition`."""
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """Engines that are simulated: their sizes and pace, and what makes the price of their steps from a seed."""
+    """Engines that are simulated: their sizes and pace, and what makes the price of their steps from a seed.
+
+    `router`: how a request's engine is chosen; see `ROUTERS`.
+    """
 
     sizes: EngineSizes
     price: Callable[[int], Price]
     pace: PaceSizes | None = None
+    replicas: int = 1
+    router: str = "server"
 
 
 def read_compared(text: str, base: Condition) -> dict[str, Condition]:
@@ -40,10 +48,10 @@ def read_compared(text: str, base: Condition) -> dict[str, Condition]:
 def changed(base: Condition, name: str, value: str) -> Condition:
     """Returns a condition with another value of a field of its sizes, given as text. Raises ConfigError."""
     sizes = base.sizes
+    wanted: bool | str | int = value
     try:
-        wanted = (
-            {"on": True, "off": False}[value] if name == "prefix_cache" else value if name == "policy" else int(value)
-        )
+        if name not in ("policy", "router"):
+            wanted = {"on": True, "off": False}[value] if name == "prefix_cache" else int(value)
     except (KeyError, ValueError):
         kind = "on or off" if name == "prefix_cache" else "a number"
         raise ConfigError(f"{name} is {value!r:.40}: it must be {kind}") from None
@@ -51,6 +59,10 @@ def changed(base: Condition, name: str, value: str) -> Condition:
         raise ConfigError(f"policy is {value!r:.40}: there are {', '.join(POLICIES)}")
     if isinstance(wanted, int) and wanted < 1 and name != "prefix_cache":
         raise ConfigError(f"{name} is {wanted}: it must be at least 1")
+    if name == "router" and wanted not in ROUTERS:
+        raise ConfigError(f"router is {value!r:.40}: there are {', '.join(ROUTERS)}")
+    if name not in SIZED:
+        return msgspec.structs.replace(base, **{name: wanted})
     changes: dict[str, Any] = {name: wanted}
     if name == "block_size":
         changes["blocks"] = sizes.blocks * sizes.block_size // int(value)
@@ -60,10 +72,13 @@ def changed(base: Condition, name: str, value: str) -> Condition:
 def run_once(condition: Condition, load: Sequence[LoadRequest], seed: int, slo: Slo) -> dict[str, Any]:
     """Returns the figures of one run. Raises ConfigError if the load does not fit."""
     check_load(load, condition.sizes)
-    engine = simulated_engine(condition.sizes, condition.price(seed), condition.pace)
-    engine.run(load, Prompts())
-    timelines = [engine.timeline]
-    found = figures(timelines, slo, engine.hit_tokens, [engine.executor.busy])
-    found["preemptions"] = engine.scheduler.preemption_count
+    seeds = random.Random(f"engines {seed}")
+    prices = [condition.price(seeds.getrandbits(32)) for _ in range(condition.replicas)]
+    engines = [simulated_engine(condition.sizes, price, condition.pace) for price in prices]
+    Fleet(engines, condition.router, seed).run(load, Prompts())
+    timelines = [engine.timeline for engine in engines]
+    hits = sum(engine.hit_tokens for engine in engines)
+    found = figures(timelines, slo, hits, [engine.executor.busy for engine in engines])
+    found["preemptions"] = sum(engine.scheduler.preemption_count for engine in engines)
     tenants = by_tenant(timelines, slo)
     return found | ({"tenants": tenants} if tenants else {})

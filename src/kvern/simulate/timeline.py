@@ -52,12 +52,18 @@ class Timeline:
         self.steps = 0
         self.rows = 0
         """The tokens that all steps computed."""
-        self.finished: list[str] = []
-        """The requests that have ended since somebody took them."""
+        self._begun: list[str] = []
+        self._finished: list[str] = []
 
     def arrived(self, spec: RequestSpec, moment: float) -> None:
         """Takes note of a request, of one sequence."""
         self.answers[f"{spec.request_id}#0"] = Answer(spec, moment)
+
+    def news(self) -> tuple[list[str], list[str]]:
+        """Returns the requests that have had their first and their last token since the call before."""
+        found = self._begun, self._finished
+        self._begun, self._finished = [], []
+        return found
 
     def ended(self, moment: float, scheduled: Sequence[ScheduledTokens], request_ids: Sequence[str]) -> None:
         """Takes note of the end of a step."""
@@ -76,10 +82,11 @@ class Timeline:
                 before[last] = before.get(last, 0) + 1
             else:
                 answer.first = moment
+                self._begun.append(name)
             answer.last = moment
             answer.tokens += 1
             if answer.tokens == answer.wanted:
-                self.finished.append(name)
+                self._finished.append(name)
         for last, count in before.items():
             self.gaps[moment - last] += count
         self.steps += 1
