@@ -87,6 +87,8 @@ def read_options(options: Mapping[str, Any]) -> tuple[EngineConfig, ServerConfig
             raise ConfigError(f"{name} is {value!r}: Ray Serve listens here; leave it out, or see its http_options")
         if name.startswith("models"):
             raise ConfigError(f"{name} is {value!r}: a deployment of Ray Serve has one model; make one of each")
+        if name == "record":
+            raise ConfigError(f"record is {value!r}: replicas of Ray Serve record nothing; record one server")
         if name == "adapter_folder":
             raise ConfigError(f"{name} is {value!r}: one replica alone would hear of it; name adapters by adapters")
         values[name] = converted(name, value, types, f"option {key}", strict=not isinstance(value, str))

@@ -20,8 +20,9 @@ import pytest
 from kvern.cli.main import main
 from kvern.server.config import ServerConfig
 from kvern.server.image_memory import ImageMemory
+from kvern.server.key_limits import KeyLimits
 from kvern.server.keys import ApiKey, KeyRing, client_of
-from kvern.server.service import Admission, KeyLimits
+from kvern.server.service import Admission
 from kvern.serving.client import EngineClient
 from tests.support.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
 

@@ -16,9 +16,9 @@ import pytest
 from kvern.errors import ConfigError
 from kvern.server.config import ServerConfig
 from kvern.server.handlers.batches import Batches
+from kvern.server.key_limits import KeyLimits
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.rereading import Reread, states
-from kvern.server.service import KeyLimits
 from kvern.server.stores.database import DataFolder
 from kvern.server.stores.files import Store
 from tests.support.certificates import certificate

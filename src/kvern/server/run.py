@@ -245,6 +245,7 @@ async def serve(
     check_tls(server)
     check_data_folder(server, say)
     tracing = imported("kvern.server.tracing:start")(server, say) if server.may_trace else None
+    recorder = None if server.record is None else imported("kvern.server.load_recorder:start")(server.record, say)
     listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
     reread = asyncio.Event()
     ends = Signals(server.grace_seconds, say, reread)
@@ -252,9 +253,12 @@ async def serve(
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds), contextlib.ExitStack() as ending:
         if tracing is not None:
             ending.callback(tracing.traces.close)
+        if recorder is not None:
+            ending.callback(recorder.close)
         async with _loaded(config, models, server, process) as (clients, keeper):
             application = Server(clients, server, keys, keeper=keeper)
             application.service.tracing = tracing
+            application.service.recorder = recorder
             await application.apis.resume()
             http = HttpServer(http_config(application.app(), server, OpenFiles(say)))
             http.config.load()

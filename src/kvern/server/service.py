@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from kvern.request.sampling_params import SamplingParams
 from kvern.server.config import ServerConfig
 from kvern.server.http import loaded, write_large
 from kvern.server.image_memory import ImageMemory
+from kvern.server.key_limits import KeyLimits, busy, check_any, subtract
 from kvern.server.keys import ApiKey, KeyRing
 from kvern.server.late_records import LateRecords
 from kvern.server.usage import UsageCounter
@@ -41,6 +41,7 @@ from kvern.tools.chat import ChatRequest
 
 if TYPE_CHECKING:
     from kvern.residency.keeper import Keeper
+    from kvern.server.load_recorder import LoadRecorder
     from kvern.server.media import Media
     from kvern.server.stores.files import Store
     from kvern.server.tracing import Tracing
@@ -49,74 +50,8 @@ RATE_WINDOW = 128
 """The number of a key's last answers from which its rate is estimated."""
 OLDEST = 5
 """Requests of each engine that reports name."""
-LONGEST_RETRY = 60
 WAITED: ContextVar[float] = ContextVar("WAITED", default=0.0)
 """The seconds that this request has waited for its model's first wake, which are a part of its `timeout`."""
-
-
-class KeyLimits:
-    """Counters of each key's requests, over all engines."""
-
-    def __init__(self) -> None:
-        self._concurrent: Counter[str] = Counter()
-        self._begun: dict[str, deque[float]] = {}
-
-    @property
-    def running(self) -> int:
-        """The number of running requests of all keys."""
-        return self._concurrent.total()
-
-    def begin(self, key: ApiKey) -> None:
-        """Counts a request that begins."""
-        self._concurrent[key.line] += 1
-        if key.per_minute is not None:
-            begun = self._begun.get(key.name, ())
-            if not isinstance(begun, deque) or begun.maxlen != key.per_minute:  # the limit is new
-                begun = self._begun[key.name] = deque(begun, maxlen=key.per_minute)
-            begun.append(time.monotonic())
-
-    def end(self, key: ApiKey) -> None:
-        """Counts a request that has ended."""
-        _subtract(self._concurrent, key.line, 1)
-
-    @contextlib.contextmanager
-    def waiting(self, key: ApiKey) -> Iterator[None]:
-        """Counts a request that waits for a wake before it begins. Raises HttpError 429 or 403."""
-        check_any(key)
-        if (excess := self.excess(key)) is not None:
-            raise busy(excess[1], excess[2] or 1.0)
-        self._concurrent[key.line] += 1
-        try:
-            yield
-        finally:
-            self.end(key)
-
-    def excess(self, key: ApiKey) -> tuple[str, str, float | None] | None:
-        """Returns why a key may not begin another request now: a reason, a message, and the seconds to wait if
-        known."""
-        running = self._concurrent[key.line]
-        if key.concurrent is not None and running >= key.concurrent:
-            message = f"key {key.name} has {running} requests at the same time, its limit: wait until one ends"
-            return "concurrent", message, None
-        begun = self._begun.get(key.name)
-        if key.per_minute is not None and begun is not None and len(begun) >= key.per_minute:
-            wait = 60 - (time.monotonic() - begun[-key.per_minute])
-            if wait > 0:
-                message = f"key {key.name} has made {key.per_minute} requests in the last minute, its limit"
-                return "per_minute", message, wait
-        return None
-
-
-def check_any(key: ApiKey) -> None:
-    """Refuses a key that may ask no model at all. Raises HttpError 403."""
-    if 0 in (key.concurrent, key.per_minute):
-        raise HttpError(403, f"key {key.name} may ask no model: its limit of requests is 0")
-
-
-def busy(message: str, seconds: float) -> HttpError:
-    """Returns the refusal of a request that may come again after so many seconds."""
-    retry = max(1, min(LONGEST_RETRY, math.ceil(seconds)))
-    return HttpError(429, f"{message}: try again in {retry} s", headers={"retry-after": str(retry)})
 
 
 class Admission:
@@ -167,7 +102,7 @@ class Admission:
         def arrived(number: int) -> None:
             nonlocal left
             left -= number
-            _subtract(self._arriving, key.line, number)
+            subtract(self._arriving, key.line, number)
 
         try:
             yield arrived
@@ -203,12 +138,6 @@ class Admission:
     def _refusal(self, reason: str, message: str, seconds: float) -> HttpError:
         self._client.refusals.count(reason)
         return busy(message, seconds)
-
-
-def _subtract(counts: Counter[str], line: str, number: int) -> None:
-    counts[line] -= number
-    if not counts[line]:
-        del counts[line]
 
 
 class ServedEngine:
@@ -338,6 +267,8 @@ class Service:
         """Waits for records that come after the end of their requests."""
         self.tracing: Tracing | None = None
         """Sends traces of requests, if anybody wants them."""
+        self.recorder: LoadRecorder | None = None
+        """Records the load, if anybody wants that."""
         self._first = clients[0].names[0] if keeper is None else keeper.residents[0].name
         self.figures = KeyFigures(self._first)
         """Counts HTTP requests of all models, and what keys use of the first."""
@@ -547,6 +478,8 @@ class Service:
             held.enter_context(self.wanted(ask.model))
             used = UsageCounter(engine.figures, key.name)
             held.callback(lambda: used.add([generation.output for generation in generations]))
+            if self.recorder is not None and not ask.embed:
+                held.callback(self.recorder.arrived(engine.models[0], key.owner), generations)
             held.callback(replicas.abort, generations)
             reported = 0
             with engine.admission.arriving(key, ask.sequences) as arrived:
