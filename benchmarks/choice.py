@@ -3,10 +3,14 @@
     python benchmarks/choice.py --output benchmarks/results/choice.json
 
 Engines have a system message that all share and prompts of their own, and loads drawn evenly. Microseconds of the
-thread, the median of the prompts: `names` is made once a request, `choice` is made with them, `told` is what the index
-takes to hear of a prompt from an engine, and `journal` what a prompt of blocks of 16 tokens costs the engine itself,
-which keeps and tells its names, if the prompt before is forgotten for it. `before` in the record is of the version that
-asked every engine.
+thread, the median of the prompts: `choice` is that of an engine for a prompt of which the system message alone is
+cached, with the names that it needs; `new` is all that such a request costs the server for its place, with the names
+that its engine will have, and `cached` the same of one that is cached whole; `all_names` makes all names; `told` is
+what the index takes to hear of a prompt from an engine, and `journal` what a prompt of blocks of 16 tokens costs the
+engine itself, which keeps and tells its names, if the prompt before is forgotten for it.
+
+In the record `before` is of the version that asked every engine, and `eager` (`new`, `cached`) of the one that made all
+names.
 """
 
 import argparse
@@ -21,13 +25,13 @@ from pathlib import Path
 from kvern.bench.record import keep, read_record
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.journal import CacheJournal, NameLedger
-from kvern.cache.prefix_names import prefix_names
+from kvern.cache.prefix_names import PrefixNames, prompt_names
 from kvern.cache.radix import Node, RadixCache
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.choice import EngineLoads, Load
 from kvern.serving.engine_cache import MOST_NAMES
-from kvern.serving.prefix_index import PrefixIndex
+from kvern.serving.prefix_index import PrefixIndex, cached_tokens
 from kvern.serving.wire import CacheChanges
 
 SYSTEM_TOKENS = 256
@@ -55,29 +59,45 @@ def measured(count: int, length: int) -> dict[str, float]:
     index, loads = PrefixIndex(), EngineLoads()
     for number in range(count):
         index.begin(number)
-        index.hear(number, CacheChanges(0, names_of(system), []))
+        index.hear(number, CacheChanges(0, [*names_of(system)], []))
         loads.put(Load(False, dice.randrange(9000), 0, number))
     told = [0] * count
     hearing = []
     for prompt in prompts[::2]:
-        number, names = dice.randrange(count), names_of(prompt)
+        number, names = dice.randrange(count), [*names_of(prompt)]
         told[number] += 1
         changes = CacheChanges(told[number], names, [])
         hearing.append(seconds(lambda: index.hear(number, changes)))  # noqa: B023 (called at once)
-    known: dict[str, list[bytes]] = {}
-    naming, choosing = [], []
-    for prompt in prompts:
-        naming.append(seconds(lambda: known.update(names=names_of(prompt))))  # noqa: B023
-        names = known["names"]
-        choosing.append(seconds(lambda: loads.cheapest(index.levels(names), lambda _: True)))  # noqa: B023
-    figures = {"names": naming, "choice": choosing, "told": hearing, "journal": journal_seconds(prompts)}
+
+    def choose(prompt: list[int]) -> None:
+        loads.cheapest(index.levels(names_of(prompt)), lambda _: True)
+
+    def give(prompt: list[int]) -> None:
+        """What the server does for a request, from its tokens to its end."""
+        names = names_of(prompt)
+        levels = index.levels(names)
+        number = loads.cheapest(levels, lambda _: True)
+        assert number is not None
+        cached_tokens(levels, number)
+        expected = index.expect(number, names)
+        if expected is not None:
+            index.withdraw(expected)
+
+    figures = {
+        "all_names": [seconds(lambda: [*names_of(prompt)]) for prompt in prompts],  # noqa: B023
+        "choice": [seconds(lambda: choose(prompt)) for prompt in prompts[1::2]],  # noqa: B023
+        "new": [seconds(lambda: give(prompt)) for prompt in prompts[1::2]],  # noqa: B023
+        "cached": [seconds(lambda: give(prompt)) for prompt in prompts[::2]],  # noqa: B023
+        "told": hearing,
+        "journal": journal_seconds(prompts),
+    }
     return {"engines": count, "prompt_tokens": length} | {
         name: round(1e6 * statistics.median(values), 1) for name, values in figures.items()
     }
 
 
-def names_of(prompt: list[int]) -> list[bytes]:
-    return prefix_names(RequestSpec("1", PromptInput(prompt), PARAMS, 8))
+def names_of(prompt: list[int]) -> PrefixNames:
+    return prompt_names(RequestSpec("1", PromptInput(prompt), PARAMS, 8))
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -7,14 +7,14 @@ import pytest
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.journal import CacheJournal, NameLedger
-from kvern.cache.keys import MARK
-from kvern.cache.prefix_names import ENDS, PIECE_TOKENS, named_tokens, prefix_names
+from kvern.cache.keys import MARK, root_key
+from kvern.cache.prefix_names import ENDS, NEXT_TOKENS, PrefixNames, named_tokens, prefix_names
 from kvern.cache.radix import Node, RadixCache
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.choice import BUSY_TOKENS, MOST_LOAD, EngineLoads, Load
 from kvern.serving.engine_cache import CacheTeller
-from kvern.serving.prefix_index import PrefixIndex
+from kvern.serving.prefix_index import Expected, PrefixIndex, cached_tokens
 from kvern.serving.wire import CacheChanges, decode_for_server, encode
 
 NAMESPACES = (b"", b"one")
@@ -122,7 +122,9 @@ def test_the_index_has_what_engines_have(block_size: int, monkeypatch: pytest.Mo
         tellers[number].tell()
         event = dice.random()
         if event < 0.05 and sent[number]:
-            sent[number].pop(dice.randrange(len(sent[number])))  # is lost
+            lost = dice.randrange(len(sent[number]))
+            if sent[number][lost].number:  # that the first one is lost is not to be told from its being late
+                del sent[number][lost]
         elif event < 0.08:
             index.drop(number)  # it has ended; the next one begins without anything, what is on its way is late
             caches[number] = Cache(dice, block_size)
@@ -158,9 +160,9 @@ def test_the_index_has_what_engines_have(block_size: int, monkeypatch: pytest.Mo
 
 
 def test_pieces_are_longer_where_a_prefix_is() -> None:
-    assert ENDS[:33] == (*range(32, 1025, 32), 1088) and len([end for end in ENDS if end <= 8192]) == 80
+    assert ENDS[:34] == (32, *range(64, 2049, 64), 2176) and len([end for end in ENDS if end <= 8192]) == 65
     starts = (0, *ENDS)
-    assert all(end - start <= max(PIECE_TOKENS, start / 16) for start, end in zip(starts, ENDS, strict=False))
+    assert all(end - start <= max(NEXT_TOKENS, start / 16) for start, end in zip(starts, ENDS, strict=False))
     tokens = [*range(5000)]
     names = named(tokens)
     assert len(set(names)) == len(names) and named_tokens(len(names)) <= 5000 < ENDS[len(names)]
@@ -171,25 +173,26 @@ def test_pieces_are_longer_where_a_prefix_is() -> None:
 
 
 def test_what_an_engine_will_have_counts_until_it_has_told() -> None:
-    index, names = PrefixIndex(), named([1] * 200)
+    index, names = PrefixIndex(), named([1] * 400)
     assert index.expect(0, names) is None, "nobody asked it"
     index.begin(0)
     assert index.hear(0, CacheChanges(0, names[:2], []))
     first, second = index.expect(0, names), index.expect(0, [*names, b"longer"])
     assert first is not None and second is not None
-    assert index.cached_tokens(0, names) == named_tokens(len(names)) and index.cached_tokens(1, names) == 0
-    index.withdraw(0, first)
+    assert cached_tokens(index.levels(names), 0) == named_tokens(len(names))
+    assert cached_tokens(index.levels(names), 1) == 0
+    index.withdraw(first)
     assert index.levels(names) == [(named_tokens(len(names)), {0})], "the other request has them, too"
     assert index.hear(0, CacheChanges(1, names[2:4], []))
-    index.withdraw(0, second)
+    index.withdraw(second)
     assert index.levels(names) == [(named_tokens(4), {0})]
     third = index.expect(0, names)
     index.begin(0)
     fourth = index.expect(0, names)
     assert third is not None and fourth is not None
-    index.withdraw(0, third)  # of the engine before
-    assert index.cached_tokens(0, names) == named_tokens(len(names))
-    index.withdraw(0, fourth)
+    index.withdraw(third)  # of the engine before
+    assert cached_tokens(index.levels(names), 0) == named_tokens(len(names))
+    index.withdraw(fourth)
     assert not index.levels(names)
     index.check_integrity()
 
@@ -224,7 +227,7 @@ class Fleet:
         bound = max(self.loads.bound, least.tokens)
 
         def cost(load: Load) -> tuple[bool, int, int, int]:
-            cached = self.index.cached_tokens(load.number, names) if load.tokens <= bound else 0
+            cached = cached_tokens(self.index.levels(names), load.number) if load.tokens <= bound else 0
             return load.full, load.tokens - cached, load.computed, load.number
 
         return min(loads.values(), key=cost).number
@@ -251,7 +254,7 @@ def test_the_cheapest_is_found_without_a_scan(count: int) -> None:
             assert chosen is scanned
             continue
         costs = [fleet.loads._loads[one] for one in (chosen, scanned)]
-        cached = [fleet.index.cached_tokens(one, names) for one in (chosen, scanned)]
+        cached = [cached_tokens(fleet.index.levels(names), one) for one in (chosen, scanned)]
         assert costs[0].full == costs[1].full and chosen not in away
         assert costs[0].tokens - cached[0] == costs[1].tokens - cached[1]
         assert costs[0].computed == costs[1].computed
@@ -304,3 +307,67 @@ def test_conversations_stay_with_their_engines() -> None:
     fleet.loads.drop(gone)
     assert fleet.chosen(named(turns[0])) not in (None, gone)
     assert gone not in fleet.loads
+
+
+def test_the_index_has_all_that_is_expected_though_it_asks_for_few_names() -> None:
+    """Against sets of all names of all requests."""
+    dice, index = random.Random(3), PrefixIndex()
+    told = [set[bytes]() for _ in range(4)]
+    heard = [0] * 4
+    coming: list[tuple[int, Expected, set[bytes]]] = []
+    for number in range(4):
+        index.begin(number)
+
+    def tell(number: int, stored: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
+        assert index.hear(number, CacheChanges(heard[number], [*stored], [*removed]))
+        heard[number] += 1
+        told[number] = told[number] - {*removed} | {*stored}
+
+    beginnings = [[dice.randrange(3) for _ in range(3)] for _ in range(30)]
+    prompts = [named([token for token in tokens for _ in range(300)]) for tokens in beginnings]
+    starts = {name for names in prompts for name in names[:3]}
+    for _ in range(600):
+        number, names = dice.randrange(4), dice.choice(prompts)[: dice.randrange(18)]
+        event = dice.random()
+        if event < 0.4 and (expected := index.expect(number, names)) is not None:
+            coming.append((number, expected, {*names} - told[number]))
+        elif event < 0.6:
+            tell(number, names)
+        elif event < 0.7 and all(one != number for one, _, _ in coming):
+            tell(number, [], sorted(told[number] - starts))
+        elif 0.7 < event < 0.75:
+            index.begin(number)
+            told[number], heard[number] = set(), 0
+            coming = [one for one in coming if one[0] != number]
+        elif coming:
+            index.withdraw(coming.pop(dice.randrange(len(coming)))[1])
+        index.check_integrity()
+        asked = dice.choice(prompts)
+        levels = index.levels(asked)
+        for engine, known in enumerate(told):
+            has = known.union(*(others for one, _, others in coming if one == engine))
+            count = next((place for place, name in enumerate(asked) if name not in has), len(asked))
+            assert cached_tokens(levels, engine) == named_tokens(count)
+
+
+def test_names_that_nobody_has_are_not_made() -> None:
+    class Counted(list[int]):
+        read = 0
+
+        def __getitem__(self, part: object) -> list[int]:  # type: ignore[override]
+            assert isinstance(part, slice)
+            self.read = max(self.read, part.stop)
+            return super().__getitem__(part)
+
+    index = PrefixIndex()
+    index.begin(0)
+    index.hear(0, CacheChanges(0, named([1] * 300), []))
+    contents = [Counted([1] * 300 + [2] * 5000 + [3] * size) for size in (0, 90)]
+    alone, like = (PrefixNames(root_key(b"", b""), each) for each in contents)
+    assert index.levels(alone) == [(256, {0})]
+    expected = index.expect(0, alone)
+    assert expected is not None and contents[0].read == 320, "the first that nobody has"
+    assert index.levels(like) == [(named_tokens(len([*alone])), {0})], "it will have what both begin with"
+    index.withdraw(expected)
+    assert index.levels(like) == [(256, {0})]
+    index.check_integrity()

@@ -17,7 +17,7 @@ import torch
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.cache.journal import NameLedger
-from kvern.cache.prefix_names import PIECE_TOKENS, prefix_names
+from kvern.cache.prefix_names import ENDS, PIECE_TOKENS, prefix_names
 from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.request.request import PromptInput, RequestSpec
@@ -403,22 +403,23 @@ def spec(tokens: list[int], namespace: bytes = b"") -> RequestSpec:
 
 
 def test_the_record_forgets_what_was_used_longest_ago() -> None:
-    long = list(range(4 * PIECE_TOKENS))
+    long = list(range(ENDS[3]))
     names = prefix_names(spec([*long, 1, 2]))
     assert len(names) == 4 and prefix_names(spec(long[:40]), long[40:], names[:1]) == names
     none = PrefixRecord(0)
     none.add(names)
     assert none.cached_tokens(names) == 0 and not none.is_kept
-    record = PrefixRecord(4 * PIECE_TOKENS)
+    record = PrefixRecord(ENDS[3])
     record.add(names)
     assert record.cached_tokens(names) == len(long)
-    assert record.cached_tokens(prefix_names(spec([*long[:70], 5, *long[71:]]))) == 2 * PIECE_TOKENS
+    assert record.cached_tokens(prefix_names(spec([*long[:70], 5, *long[71:]]))) == ENDS[1]
     assert record.cached_tokens(prefix_names(spec(long, b"another"))) == 0
-    record.add(prefix_names(spec([7] * PIECE_TOKENS)))
-    assert record.cached_tokens(names) == 3 * PIECE_TOKENS, "ends go before beginnings"
+    record.add(prefix_names(spec([7] * ENDS[1])))
+    assert record.cached_tokens(names) == ENDS[2], "ends go before beginnings"
     ledger = NameLedger()
     record.tell(ledger)
     stored, removed = ledger.take(99)
-    assert sorted(stored) == sorted([*names[:3], *prefix_names(spec([7] * PIECE_TOKENS))]) and not removed
-    record.add(prefix_names(spec([8] * PIECE_TOKENS)))
-    assert ledger.take(99) == (prefix_names(spec([8] * PIECE_TOKENS)), [names[2]])
+    assert sorted(stored) == sorted([*names[:3], *prefix_names(spec([7] * ENDS[1]))]) and not removed
+    record.add(prefix_names(spec([8] * ENDS[1])))
+    stored, removed = ledger.take(99)
+    assert sorted(stored) == sorted(prefix_names(spec([8] * ENDS[1]))) and removed == [names[2]]

@@ -15,6 +15,7 @@ with a bit above it that no token id has. Prefixes are compared as *edges*, the 
 token, or 4 of ones and then the digest. As these are big-endian, edges sort as their integers do.
 """
 
+import functools
 import hashlib
 import os
 import struct
@@ -32,6 +33,7 @@ WORD_BYTES = 4
 _MARKED = b"\xff" * WORD_BYTES
 EDGES_AT_ONCE = 64
 """A prompt that differs early is not encoded whole."""
+_NO_BLOCK = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvern kv block")
 SAMPLES = 16
 SAMPLE_BYTES = 4096
 
@@ -49,14 +51,16 @@ def root_key(identity: bytes, namespace: bytes) -> bytes:
 def block_key(parent: bytes, contents: Sequence[int]) -> bytes:
     """The key of a block by its parent's and its contents: token ids below 2^31, or marks; see `contents_of`."""
     try:
-        words = array("i", contents)
-        if sys.byteorder == "big":
-            words.byteswap()
-        data = words.tobytes()
-    except OverflowError:
+        data = _words(len(contents)).pack(*contents)
+    except struct.error:
         marks = b"".join((item - MARK).to_bytes(KEY_BYTES, "little") for item in contents if item >= MARK)
         data = struct.pack(f"<{len(contents)}i", *(-1 if item >= MARK else item for item in contents)) + marks
     return _key(parent, data)
+
+
+@functools.lru_cache
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}i")
 
 
 def edge_key(parent: bytes, edge: bytes) -> bytes:
@@ -69,7 +73,9 @@ def edge_key(parent: bytes, edge: bytes) -> bytes:
 
 
 def _key(parent: bytes, data: bytes) -> bytes:
-    return hashlib.blake2b(parent + data, digest_size=KEY_BYTES, person=b"kvern kv block").digest()
+    state = _NO_BLOCK.copy()  # sooner made than a new one
+    state.update(parent + data)
+    return state.digest()
 
 
 def block_keys(parent: bytes, contents: Sequence[int], block_size: int) -> Iterator[bytes]:

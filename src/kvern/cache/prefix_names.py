@@ -1,28 +1,28 @@
 """Names of prefixes, by which a server knows which of its engines have the beginning of a prompt cached.
 
-    | 32 | 32 | ... 1024 |  64  | ... 2048 |  128  | ...        the ends of pieces: `ENDS`
+    | 32 | 32 | 64 | 64 | ... 2048 |  128  | ... 4096 |  256  | ...        the ends of pieces: `ENDS`
     name(root)  = root_key(namespace)
     name(piece) = block_key(name of the piece before, contents of the piece)
 
 Every process makes the same names for the same prefixes, whatever the sizes of its blocks. Pieces are longer where a
-prefix is, a sixteenth of it or less, so that a prompt of 8192 tokens has 80 names.
+prefix is, a sixteenth of it or less, so that a prompt of 8192 tokens has 65 names.
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvern.cache.keys import block_key, contents_of, root_key
 from kvern.request.request import RequestSpec, cache_namespace
 
 PIECE_TOKENS = 32
-"""The shortest piece: a shorter beginning is computed sooner than it is worth a thought."""
+"""The first two pieces: a shorter beginning is computed sooner than it is worth a thought."""
+NEXT_TOKENS = 64
 LONGEST_PREFIX = 1 << 30
 
 
 def _ends() -> tuple[int, ...]:
-    ends = [PIECE_TOKENS]
+    ends = [PIECE_TOKENS, 2 * PIECE_TOKENS]
     while ends[-1] < LONGEST_PREFIX:
-        ends.append(ends[-1] + max(PIECE_TOKENS, 1 << ends[-1].bit_length() - 5))
+        ends.append(ends[-1] + max(NEXT_TOKENS, 1 << ends[-1].bit_length() - 5))
     return tuple(ends)
 
 
@@ -35,26 +35,38 @@ def named_tokens(count: int) -> int:
     return ENDS[count - 1] if count else 0
 
 
-def prefix_names(
-    spec: RequestSpec,
-    answer: Sequence[int] = (),
-    known: Sequence[bytes] = (),
-    *,
-    adapter_digest: bytes = b"",
-    weights: bytes = b"",
-) -> list[bytes]:
-    """The names of a prompt and an answer: equal where they begin alike in one namespace.
+class PrefixNames:
+    """The names of a prefix, each made when it is first asked for: those that nobody has are seldom asked for."""
 
-    `known`: the first names, which need not be made again. `weights`: see `weights_prefix`.
-    """
+    def __init__(self, root: bytes, contents: Sequence[int], known: Sequence[bytes] = ()) -> None:
+        """`known`: the first names, which need not be made again."""
+        self._contents = contents
+        self._root = root
+        self._made = [*known]
+
+    def __iter__(self) -> Iterator[bytes]:
+        made = self._made
+        contents = self._contents
+        start = 0
+        for place, stop in enumerate(ENDS):
+            if stop > len(contents):
+                return
+            if place == len(made):
+                made.append(block_key(made[-1] if made else self._root, contents[start:stop]))
+            yield made[place]
+            start = stop
+
+
+def prompt_names(spec: RequestSpec, *, adapter_digest: bytes = b"", weights: bytes = b"") -> PrefixNames:
+    """The names of a prompt: equal where prompts begin alike in one namespace. `weights`: see `weights_prefix`."""
+    root = root_key(b"", weights + cache_namespace(spec, adapter_digest))
+    return PrefixNames(root, contents_of(spec.prompt.token_ids, dict(spec.prompt.block_keys)))
+
+
+def prefix_names(
+    spec: RequestSpec, answer: Sequence[int] = (), known: Sequence[bytes] = (), *, adapter_digest: bytes = b""
+) -> list[bytes]:
+    """All names of a prompt and an answer, of which the first are `known`."""
     contents = contents_of(spec.prompt.token_ids, dict(spec.prompt.block_keys))
-    if answer:
-        contents = [*contents, *answer]
-    names = list(known)
-    parent = names[-1] if names else root_key(b"", weights + cache_namespace(spec, adapter_digest))
-    start = named_tokens(len(names))
-    for end in ENDS[len(names) : bisect_right(ENDS, len(contents))]:
-        parent = block_key(parent, contents[start:end])
-        names.append(parent)
-        start = end
-    return names
+    root = root_key(b"", cache_namespace(spec, adapter_digest))
+    return [*PrefixNames(root, [*contents, *answer] if answer else contents, known)]

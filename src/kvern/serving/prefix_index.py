@@ -1,14 +1,13 @@
 """The server's index of cached prefixes: from a name (`cache/prefix_names.py`) to the engines that have it.
 
 CacheChanges 0, 1, 2 ... of an engine --hear--> names that it has
-a request is given to an engine ------expect--> names that it will have soon, until `withdraw`
+a request is given to an engine ------expect--> names that it will have soon, until `withdraw`: the first of them, and
+                                                those that follow once another prompt has it, too
 the engine ends ------------------------drop--> it has none
 """
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence, Set
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 from kvern.cache.prefix_names import named_tokens
 from kvern.serving.wire import CacheChanges
@@ -17,21 +16,29 @@ Level = tuple[int, Set[int]]
 """Cached tokens of a prompt, and the engines that have so many of them or more."""
 
 
+def cached_tokens(levels: Sequence[Level], number: int) -> int:
+    """Tokens of a prompt that an engine has."""
+    return next((tokens for tokens, engines in levels if number in engines), 0)
+
+
 class _Engine:
     """The names of one engine: `told` by it, and `expected` of it for so many requests."""
 
     def __init__(self) -> None:
         self.told: set[bytes] = set()
-        self.expected: Counter[bytes] = Counter()
+        self.expected: dict[bytes, int] = {}
         self.next = 0
         """The number of the message that comes next."""
 
 
-class Expected(NamedTuple):
-    """Names that an engine will have soon, of one request."""
+class Expected:
+    """Names that an engine will have soon, of one request: those that others asked for, and the rest of them."""
 
-    engine: _Engine
-    names: Sequence[bytes]
+    def __init__(self, engine: _Engine, number: int, rest: Iterator[bytes]) -> None:
+        self.engine = engine
+        self.number = number
+        self.names: list[bytes] = []
+        self.rest = rest
 
 
 class PrefixIndex:
@@ -40,6 +47,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._having: dict[bytes, set[int]] = {}
         self._engines: dict[int, _Engine] = {}
+        self._growing: dict[bytes, list[Expected]] = {}
+        """Expectations by their last names so far, after which they may go on."""
 
     def begin(self, number: int) -> None:
         """An engine was asked to tell what it has: its message number 0 comes next, before which nothing counts."""
@@ -52,6 +61,8 @@ class PrefixIndex:
         if engine is not None:
             for name in engine.told | engine.expected.keys():
                 self._leave(name, number)
+            for name in engine.expected.keys() & self._growing.keys():
+                self._keep_growing(name, lambda expected: expected.engine is not engine)
 
     def hear(self, number: int, changes: CacheChanges) -> bool:
         """Takes what an engine tells. False: messages are missing, and it must be asked again."""
@@ -71,46 +82,52 @@ class PrefixIndex:
             self._having.setdefault(name, set()).add(number)
         return True
 
-    def expect(self, number: int, names: Sequence[bytes]) -> Expected | None:
+    def expect(self, number: int, names: Iterable[bytes]) -> Expected | None:
         """An engine gets a request with these names; returns what to `withdraw` once it has told of them, if any."""
         engine = self._engines.get(number)
-        coming = [] if engine is None else [name for name in names if name not in engine.told]
-        if engine is None or not coming:
+        if engine is None:
             return None
-        engine.expected.update(coming)
-        for name in coming:
-            self._having.setdefault(name, set()).add(number)
-        return Expected(engine, coming)
+        expected = Expected(engine, number, itertools.dropwhile(engine.told.__contains__, names))
+        self._grow(expected)
+        return expected if expected.names else None
 
-    def withdraw(self, number: int, expected: Expected) -> None:
+    def withdraw(self, expected: Expected) -> None:
         """The request has begun or ended: what the engine has of it, it has told."""
-        engine = expected.engine
+        engine, number = expected.engine, expected.number
         if self._engines.get(number) is not engine:
             return
+        self._keep_growing(expected.names[-1], lambda other: other is not expected)
         for name in expected.names:
-            engine.expected[name] -= 1
-            if not engine.expected[name]:
+            if engine.expected[name] > 1:
+                engine.expected[name] -= 1
+            else:
                 del engine.expected[name]
                 if name not in engine.told:
                     self._leave(name, number)
 
-    def levels(self, names: Sequence[bytes]) -> list[Level]:
-        """Returns who has how much of a prompt, the most first.
+    def levels(self, names: Iterable[bytes]) -> list[Level]:
+        """Returns who has how much of a prompt, the most first. No more names are made than there are engines for.
 
-        An engine that has a name has those before it: each set is within the next one, and few names are looked at.
+        An engine that has a name has those before it: each set is within the one before.
         """
-        having, levels = self._having, list[Level]()
-        count = bisect_left(names, True, key=lambda name: name not in having)
-        while count:
-            engines = having[names[count - 1]]
+        growing = self._growing
+        levels: list[Level] = []
+        count = 0
+        engines: set[int] = set()
+        for name in names:
+            if name in growing:
+                for expected in growing.pop(name):
+                    self._grow(expected)
+            found = self._having.get(name)
+            if found is None:
+                break
+            if count and len(found) < len(engines):
+                levels.append((named_tokens(count), engines))
+            engines = found
+            count += 1
+        if count:
             levels.append((named_tokens(count), engines))
-            size = len(engines)
-            count = bisect_left(names, True, 0, count - 1, key=lambda name: len(having.get(name, ())) <= size)
-        return levels
-
-    def cached_tokens(self, number: int, names: Sequence[bytes]) -> int:
-        """Tokens of a prompt that an engine has."""
-        return next((tokens for tokens, having in self.levels(names) if number in having), 0)
+        return levels[::-1]
 
     def names_of(self, number: int) -> Set[bytes]:
         """The names that an engine has told."""
@@ -125,6 +142,25 @@ class PrefixIndex:
             for name in engine.told | engine.expected.keys():
                 having.setdefault(name, set()).add(number)
         assert having == self._having, "the index does not have what the engines have"
+        for name, growing in self._growing.items():
+            assert growing
+            for expected in growing:
+                assert expected.names[-1] == name and self._engines[expected.number] is expected.engine
+
+    def _grow(self, expected: Expected) -> None:
+        """The engine will have the next name, too."""
+        name = next(expected.rest, None)
+        if name is not None:
+            expected.names.append(name)
+            counts = expected.engine.expected
+            counts[name] = counts.get(name, 0) + 1
+            self._having.setdefault(name, set()).add(expected.number)
+            self._growing.setdefault(name, []).append(expected)
+
+    def _keep_growing(self, name: bytes, which: Callable[[Expected], bool]) -> None:
+        kept = [expected for expected in self._growing.pop(name, ()) if which(expected)]
+        if kept:
+            self._growing[name] = kept
 
     def _leave(self, name: bytes, number: int) -> None:
         having = self._having[name]
@@ -138,28 +174,24 @@ class EnginePrefixes:
 
     def __init__(self, index: PrefixIndex, number: int) -> None:
         self._index = index
-        self._number = number
+        self.number = number
 
     def begin(self) -> None:
         """The engine was asked to tell what it has."""
-        self._index.begin(self._number)
+        self._index.begin(self.number)
 
     def drop(self) -> None:
         """The engine has none any more, or is gone."""
-        self._index.drop(self._number)
+        self._index.drop(self.number)
 
     def hear(self, changes: CacheChanges) -> bool:
         """Takes what the engine tells. False: messages are missing, and it must be asked again."""
-        return self._index.hear(self._number, changes)
+        return self._index.hear(self.number, changes)
 
-    def cached_tokens(self, names: Sequence[bytes]) -> int:
-        """Tokens of a prompt that the engine has."""
-        return self._index.cached_tokens(self._number, names)
-
-    def expect(self, names: Sequence[bytes]) -> Expected | None:
+    def expect(self, names: Iterable[bytes]) -> Expected | None:
         """The engine gets a request with these names; see `withdraw`."""
-        return self._index.expect(self._number, names)
+        return self._index.expect(self.number, names)
 
     def withdraw(self, expected: Expected) -> None:
         """The request has begun or ended: what the engine has of it, it has told."""
-        self._index.withdraw(self._number, expected)
+        self._index.withdraw(expected)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 import msgspec
 
 from kvern.adapters.names import AdapterNames
-from kvern.cache.prefix_names import prefix_names
+from kvern.cache.prefix_names import prompt_names
 from kvern.config import EngineConfig
 from kvern.engine.inputs import Prompt, is_checked_quickly
 from kvern.engine.output import OutputProcessor
@@ -324,7 +324,7 @@ class Replicas:
         generation.served = SERVED.get()
         if self.has_choice:
             digest = self._digest(key)
-            generation.names = prefix_names(spec, adapter_digest=digest, weights=weights_prefix(self.weights.version))
+            generation.names = prompt_names(spec, adapter_digest=digest, weights=weights_prefix(self.weights.version))
         return generation
 
     def withdraw(self, generations: Iterable[Generation]) -> None:
@@ -464,7 +464,7 @@ class Replicas:
         It is a prefill engine if the prompt is long enough.
         """
         generation.hands_over = False
-        levels = self.index.levels(generation.names)
+        levels = generation.levels = self.index.levels(generation.names)
         usual = self._cheapest_of(generation, levels, prefill=False)
         if not self.splits:
             return usual

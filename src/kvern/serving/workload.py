@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -15,7 +15,7 @@ from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import Progress, RequestSpec
-from kvern.serving.prefix_index import EnginePrefixes, Expected
+from kvern.serving.prefix_index import EnginePrefixes, Expected, Level, cached_tokens
 from kvern.serving.prefix_record import answer_tokens
 from kvern.serving.probation import Probation
 from kvern.serving.served import Passage, ServedRequest
@@ -54,8 +54,10 @@ class Generation:
         """The engine that has it computes its prompt for another."""
         self.handed_over = False
         """An engine has computed its prompt for another."""
-        self.names: list[bytes] = []
+        self.names: Iterable[bytes] = ()
         """The names of its prompt's prefixes, by which cached ones are found."""
+        self.levels: Sequence[Level] = ()
+        """Engines that had some of it cached when its own was chosen."""
         self.expected: Expected | None = None
         """The names that its engine will have cached soon."""
         self.workload: Workload | None = None
@@ -382,7 +384,7 @@ class Workload:
 
     def uncached(self, generation: Generation) -> int:
         """The number of tokens of its prompt that the engine probably has to compute."""
-        return generation.spec.prompt_length - self._prefixes.cached_tokens(generation.names)
+        return generation.spec.prompt_length - cached_tokens(generation.levels, self._prefixes.number)
 
     def _remove(self, request_id: str) -> Generation | None:
         generation = self.running.pop(request_id, None)
