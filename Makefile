@@ -27,10 +27,10 @@ smoke: $(INSTALLED)
 CPU_TEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: $(TOOLS) $(PAGE)
-	$(CPU_TEST) -m "not gpu and not nightly"
+	$(CPU_TEST) -m "not gpu and not nightly" --ignore tests/gpu
 
 test-all: $(TOOLS) $(PAGE)
-	$(CPU_TEST)
+	$(CPU_TEST) --hypothesis-profile night
 
 # On a machine with an NVIDIA GPU: most tests side by side, then those that look at times or memory. A plugin that is not
 # asked for would warn of xdist, and warnings are errors.

@@ -32,6 +32,8 @@ settings.register_profile(
     print_blob=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+settings.register_profile("night", settings.get_profile("kvern"))
+"""Of `make test-all`: more examples (tests/support/sampling.py)."""
 settings.load_profile("kvern")
 
 with contextlib.suppress(BuildError):  # without a compiler tests run through PyTorch
@@ -87,6 +89,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
     from tests.support.served import SMALL, serving  # tests of kernels need no clients
 
     with serving(*SMALL, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def talking_server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Served]":
+    """A server of the model that answers and calls tools, without keys, with a data folder, that tests share."""
+    from tests.support.served import serving
+
+    options = "--threads", "1", "--max-model-len", "1024", "--dtype", "float32"
+    with serving("kvern-12m", *options, "--data-dir", str(tmp_path_factory.mktemp("data"))) as served:
         yield served
 
 

@@ -58,7 +58,7 @@ def names(served: Served, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
     }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_prints_what_it_says(page: Path, names: dict[str, str], example: None) -> None:
     space: dict[str, object] = {}

@@ -59,7 +59,7 @@ def found(path: Path) -> Found:
     """What a file has: each is read once."""
     text = path.read_text()
     known = Found(len(text.splitlines()))
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         match node:
             case ast.Import():
                 known.imports += [(alias.name, node.lineno) for alias in node.names]
@@ -84,6 +84,14 @@ def found(path: Path) -> Found:
                 and isinstance(item.value.value, str)
             ]
     return known
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and the statements in it, whose expressions have none."""
+    yield node
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, part, ()):
+            yield from statements(child)
 
 
 def source() -> dict[str, Found]:

@@ -3,7 +3,6 @@
 import json
 import re
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -30,7 +29,7 @@ from kvern.errors import InvalidRequest
 from kvern.request.pieces import Arguments, CallBegins, Content, Piece, Reasoning
 from kvern.text.content import readable
 from kvern.text.message_forms import UNPARSED
-from tests.support.served import QUESTION, Served, serving
+from tests.support.served import QUESTION, Served
 
 RESPONSE: dict[str, Any] = {"id": f"resp_{'0' * 32}", "tools": [], "include": [], "reasoning": {"summary": None}}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -55,9 +54,8 @@ SPACE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving("kvern-12m", "--threads", "1", "--max-model-len", "1024") as served:
-        yield served
+def server(talking_server: Served) -> Served:
+    return talking_server
 
 
 @pytest.fixture(scope="module")

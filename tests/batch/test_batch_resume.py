@@ -204,6 +204,7 @@ def test_a_killed_job_goes_on_to_the_same_file(
         assert pyarrow.parquet.read_table(tmp_path / output).to_pylist() == read_rows(whole)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(start: Start, whole: Path, tmp_path: Path) -> None:
     process = start("in.jsonl", "out.jsonl")
     wait_for_rows(process, tmp_path / "out.jsonl", 20)

@@ -9,10 +9,11 @@ from kvern.cache.states import StatePool
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from tests.support.cache_machines import LIMIT, CacheMachine
+from tests.support.sampling import examples
 from tests.support.simulated_device import make_cache
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestCacheMachine.settings = settings(max_examples=examples(100), stateful_step_count=40)
 
 
 def test_what_was_forked_and_ends_before_the_next_step_leaves_no_state() -> None:

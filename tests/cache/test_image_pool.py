@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvern.cache import images
 from kvern.cache.images import ImagePool
 from kvern.request.request import Request
+from tests.support.sampling import examples
 from tests.support.simulated_images import PARTS, ImageEngine, ImageSetup
 
 PIECES = ([0, 1, 2], [1, 1], [2, 0, 0, 1], [0], [2, 2, 3])
@@ -68,7 +69,7 @@ def setups(draw: st.DrawFn) -> ImageSetup:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(setups(), st.integers(0, 10_000))
 def test_random_lives(setup: ImageSetup, seed: int) -> None:
     life(setup, seed)

@@ -230,6 +230,7 @@ def test_nothing_fires_on_a_server_without_faults(series: dict[str, str], tmp_pa
     check(tmp_path, group(series, {minute: {} for minute in (5, 60, 104, 115, 239)}))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", CASES)
 def test_an_alert_fires_on_its_fault_and_no_other_does(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -47,6 +47,7 @@ def test_a_model_is_pulled_listed_and_removed(client: Client) -> None:
     assert "is a part of kvern" in kvern(client, "rm", "kvern-12m", code=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("knows_ranges", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_report_reads_headers_alone(client: Client, knows_ranges: bool, tmp_path: Path) -> None:
     """Of weights that are longer than their headers, whether or not the hub sends parts of files."""

@@ -27,6 +27,7 @@ from kvern.cli.remote import RemoteServer
 from kvern.cli.top import EngineName, Top, read_figures, read_states, row_of
 from kvern.engine.step_ring import read_steps
 from kvern.errors import ConfigError
+from tests.support.sampling import examples
 from tests.support.served import Served, serving
 
 METRICS = """
@@ -151,7 +152,7 @@ class Garbled(RemoteServer):
         return self.answers[0][0] if path == "/metrics" else self.answers.pop(0)[1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(ANSWERS, min_size=1, max_size=3))
 @example([(METRICS.replace("TOKENS", "1").encode(), b'{"data": [{"engine": "0"}]}')])
 @example([(b"", b"[" * 100_000)])

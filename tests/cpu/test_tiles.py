@@ -74,7 +74,7 @@ class Loaded:
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     sources = [str(SOURCES / name) for name in (*MULTIPLY, "threads.cpp")]
     made = tmp_path_factory.mktemp("tiles") / "products.so"
-    return ctypes.CDLL(str(compiled(made, *EMULATED, "-shared", "-pthread", *sources)))
+    return ctypes.CDLL(str(compiled(made, *EMULATED, "-O0", "-shared", "-pthread", *sources)))
 
 
 @pytest.fixture

@@ -24,11 +24,12 @@ from tests.support.drafting_requests import EVERYTHING, LENGTH, PROMPTS
 from tests.support.internals import check_integrity, core_of, engine_of, set_depth, vocab_size_of
 from tests.support.outputs import answer_logprobs, tokens_and_texts
 from tests.support.peft_adapters import make_adapter
+from tests.support.sampling import examples
 from tests.support.speculation import AnyLength, speculating
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_as_many_are_kept_as_agree_and_one(data: st.DataObject) -> None:
     """For parts of prompts, decodes and decodes with drafts in any order."""
     token = st.integers(0, 1)

@@ -18,6 +18,7 @@ from kvern.models.loader import read_config
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from tests.support.internals import core_of, proposer_of
+from tests.support.sampling import examples
 from tests.support.simulated_drafts import begun
 
 
@@ -93,7 +94,7 @@ def test_the_longest_match_counts_and_then_the_votes(proposer: SuffixProposer) -
     assert proposer.propose([request([40], [7, 2, 3])], [2]) == [[52, 9]]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=12), min_size=1, max_size=8), st.integers(3, 20))
 def test_the_latest_places_are_found_and_no_others(answers: list[list[int]], most: int) -> None:
     """As slow search finds them in the tokens that are kept."""

@@ -196,6 +196,7 @@ def test_leaving_ends_all_beams(llm: LLM) -> None:
         assert is_idle(llm)
 
 
+@pytest.mark.nightly
 def test_async_searches(tiny_model: Path) -> None:
     async def ask() -> None:
         async with AsyncLLM(str(tiny_model), max_model_len=64, threads=1) as llm:

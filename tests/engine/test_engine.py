@@ -25,6 +25,7 @@ from kvern.serving.wire import AddRequest, decode_for_engine, encode
 from kvern.text.tokenizer import Tokenizer
 from tests.support.idle import core_here, is_idle
 from tests.support.internals import core_of, engine_of
+from tests.support.sampling import examples
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = GREEDY.replace(max_tokens=100)
@@ -282,7 +283,7 @@ def test_special_tokens_are_text_when_asked_for(llm: LLM) -> None:
 TEXTS = st.text(alphabet="abé🦊", max_size=14)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     text=TEXTS,
     stop=st.lists(st.text(alphabet="abé🦊", min_size=1, max_size=4), max_size=3),

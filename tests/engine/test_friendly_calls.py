@@ -153,6 +153,7 @@ def test_a_start_counts_from_the_call() -> None:
         assert "import" not in engine_of(llm).startup.stages, "a notebook may be hours old"
 
 
+@pytest.mark.nightly
 def test_async_verbs_have_the_same_names() -> None:
     async def main() -> None:
         async with AsyncLLM("kvern-1m", max_num_seqs=4, max_model_len=64) as llm:

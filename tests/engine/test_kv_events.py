@@ -163,6 +163,7 @@ def test_a_subscriber_knows_the_cached_blocks(
         llm.generate([[7] * 100], PARAMS)
 
 
+@pytest.mark.nightly
 def test_each_engine_has_its_address(tiny_model: Path, addresses: dict[str, Any], subscriber: Subscriber) -> None:
     second = Subscriber(addresses["endpoint"] + "_dp1", addresses["replay_endpoint"] + "_dp1", rank=1)
     with LLM(str(tiny_model), threads=1, data_parallel_size=2, kv_events_config=addresses) as llm:

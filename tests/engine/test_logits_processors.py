@@ -215,6 +215,7 @@ def test_what_cannot_be_enabled(tiny_model: Path, name: str, said: str) -> None:
         EngineClient(EngineConfig(model=str(tiny_model), logits_processors=(name,)))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("installed")
 def test_async(tiny_model: Path) -> None:
     """Requests of AsyncLLM, of which one fails."""

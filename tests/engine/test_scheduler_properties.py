@@ -9,13 +9,14 @@ from hypothesis import settings
 from kvern.engine.queues import POLICIES
 from kvern.request.request import Request
 from tests.support.random_lives import SWITCHES, EngineMachine, random_life
+from tests.support.sampling import examples
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
 
 TestEngineMachine = EngineMachine.TestCase
 
 
-TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=30)
+TestEngineMachine.settings = settings(max_examples=examples(100), stateful_step_count=30)
 
 
 @pytest.mark.sample(6)

@@ -88,6 +88,7 @@ def test_engines_get_shares_of_the_work(one: LLM, two: LLM) -> None:
     assert [new.requests - old.requests for new, old in zip(later, now, strict=True)] == [3, 3]
 
 
+@pytest.mark.nightly
 def test_a_target_of_single_tokens_is_for_those_who_ask_for_it(tiny_model: Path, two: LLM) -> None:
     """Nobody waits for single tokens of a script."""
     assert two.statistics().target_itl == 0
@@ -148,6 +149,7 @@ def test_what_is_aborted_before_a_step_goes_to_nobody(two: LLM) -> None:
     assert [(one.workload.tokens, one.workload.sequences) for one in engines(two)] == [(0, 0)] * 2
 
 
+@pytest.mark.nightly
 def test_an_engine_that_dies_before_a_step_is_passed_by(two: LLM) -> None:
     expected, first = tokens(two.generate(PROMPTS, PARAMS)), engines(two)[0]
 

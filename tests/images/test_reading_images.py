@@ -113,7 +113,7 @@ def saved(image: Image.Image) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 def test_pixels_are_those_of_transformers(kind: str, folder: Path) -> None:
     spec = vision_of(read_config(folder))
     assert spec is not None
@@ -142,7 +142,7 @@ PROMPTS: list[tuple[Image.Image | str, ...]] = [
 ]
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("parts", PROMPTS, ids=["one", "two", "three"])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_answers_are_those_of_transformers(
@@ -210,7 +210,7 @@ def test_a_hit_ends_within_an_image(kind: str, folder: Path) -> None:
         check(kind, folder, again, [one])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -315,7 +315,7 @@ def test_images_do_not_fit_a_short_context(kind: str, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
-    options = ("--dtype", "float32", "--max-model-len", "512", "--served-model-name", "sees")
+    options = ("--dtype", "float32", "--threads", "1", "--max-model-len", "512", "--served-model-name", "sees")
     with serving("--model", str(folder), *options) as served:
         yield served
 
@@ -404,7 +404,7 @@ def hits(llm: LLM) -> list[tuple[int | None, list[int]]]:
     return [(output.cached_tokens, output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_what_is_left_out_changes_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparisons above would notice."""
     spec = vision_of(read_config(folder))

@@ -69,7 +69,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 def test_kernels_compute_what_pytorch_does(tower: Callable[..., VisionTower]) -> None:
     plain, compiled = tower("float32"), tower("float32", kernels=CPU_KERNELS)
     assert all(item.compiled for item in methods(compiled))
@@ -82,14 +82,14 @@ def test_kernels_compute_what_pytorch_does(tower: Callable[..., VisionTower]) ->
     assert distance(rows(compiled, joined=True), expected) > 1e-3, "patches that see another picture's"
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_bfloat16_is_as_near_as_in_pytorch(tower: Callable[..., VisionTower]) -> None:
     exact = rows(tower("float32"))
     plain, compiled = (distance(rows(tower("bfloat16", **given)), exact) for given in ({}, {"kernels": CPU_KERNELS}))
     assert 0 < compiled < 1.5 * plain + 1e-3
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kernels", [frozenset(), CPU_KERNELS], ids=["PyTorch", "kernels"])
 def test_int8_quantizes_the_encoder_too(tower: Callable[..., VisionTower], kernels: frozenset[str]) -> None:
     quantized = tower("float32", kernels=kernels, quantization="int8")

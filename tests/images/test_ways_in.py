@@ -171,6 +171,7 @@ def walled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield server
 
 
+@pytest.mark.nightly
 def test_files_of_the_server_are_read_by_their_key(llm: LLM, walled: Served) -> None:
     """And no address of this machine is, though its host is allowed."""
     server, image = walled, picture(60, 60)
@@ -215,6 +216,7 @@ def test_files_of_the_server_are_read_by_their_key(llm: LLM, walled: Served) -> 
     assert "names 33 images" in keyed(server, "alice", chat, {"messages": many}).text
 
 
+@pytest.mark.nightly
 def test_images_of_requests_have_a_bound(walled: Served) -> None:
     """A key has its share of the memory, and gets it back when its requests end."""
     data = saved(picture(1900, 1900))

@@ -33,8 +33,8 @@ QUANTIZED = tuple(
 )
 
 
-def launches(what: str, dtype: torch.dtype, sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Those of the list for a model, on memory that nobody reads; or LAUNCHES of a module."""
+def launches(what: str, dtype: torch.dtype, sample: bool, every: int = 1) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Those of every so many kernels of the list for a model, on memory that nobody reads; or LAUNCHES of a module."""
     name, _, codes = what.partition(":")
     if name not in LARGE_MODELS:
         for index, launch in enumerate(importlib.import_module(name).LAUNCHES):
@@ -44,7 +44,7 @@ def launches(what: str, dtype: torch.dtype, sample: bool) -> Iterator[tuple[str,
     packed = kinds_of_forms(spec, dtype, (codes,) if codes else ())
     of_ranks: dict[str, Any] = {"ranks": (1, 2), "dp_attention": (1, 2)}
     inputs = Inputs(torch.device("cpu"), dtype, "empty", adapter_rank=64, packed=packed, **of_ranks)
-    for kernel in QUANTIZED if codes else KERNELS:
+    for kernel in (QUANTIZED if codes else KERNELS)[::every]:
         forms = [*kernel.launched(spec, inputs), *kernel.timed(spec, inputs)]
         for arguments in forms[-1:] if sample else forms:
             yield f"{what} {kernel.name} {arguments}", kernel.make(spec, inputs, *arguments).launch
@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("launches", nargs="+", help="a model, or one with codes, or a module with LAUNCHES")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--every", type=int, default=1, help="of the kernels of a model, every so many")
     arguments = parser.parse_args()
     triton.runtime.driver.set_active(TargetDriver(GPUTarget("cuda", arguments.capability, 32)))
     limit = SHARED_MEMORY[arguments.capability] << 10
@@ -82,7 +83,7 @@ def main() -> int:
     errors = 0
     dtype = getattr(torch, arguments.dtype)
     for what in arguments.launches:
-        for label, start in launches(what, dtype, arguments.sample):
+        for label, start in launches(what, dtype, arguments.sample, arguments.every):
             try:
                 start()
             except Exception as error:

@@ -22,6 +22,7 @@ DRAFTS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.nightly
 @DRAFTS
 def test_structured_answers(drafts: bool, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     """Their next step is planned before their last token is known."""

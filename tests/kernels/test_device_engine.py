@@ -76,6 +76,7 @@ def test_families_answer_alike(family: str, tmp_path: Path, on_device: Callable[
     assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 @pytest.mark.parametrize(
     ("options", "close"),
@@ -147,6 +148,7 @@ def test_adapters(folder: Path, tmp_path: Path, on_device: Callable[..., LLM]) -
     assert alone != token_ids(expected.generate(PROMPTS[0], params)) == token_ids(found.generate(PROMPTS[0], params))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"attention_backend": "torch_sdpa"}, marks=pytest.mark.nightly)], ids=str
 )
@@ -230,6 +232,7 @@ def test_beams(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     check_integrity(llm)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), {"max_batch_tokens": 5}], ids=str)
 def test_scores(options: dict[str, Any], folder: Path, on_device: Callable[..., LLM]) -> None:
     """Contexts come from the prefix cache, in the same step already."""
@@ -281,6 +284,7 @@ def test_a_start_whose_largest_step_does_not_fit_says_what_to_lower(
         on_device(make_tiny_model(tmp_path / "model"), **OPTIONS)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", [pytest.param("before", marks=pytest.mark.nightly), "result"])
 def test_a_failed_step_ends_the_one_that_causes_it(where: str, tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     """With steps in flight behind it: whatever it was to bring to the device comes anew."""

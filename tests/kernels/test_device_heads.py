@@ -52,6 +52,7 @@ def record(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> RecordedGraphs:
     return graphs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.nightly), True])
 @torch.inference_mode()
 def test_eagle3_with_two_steps_in_flight(

@@ -29,6 +29,7 @@ PROMPTS = [[5, 9, 17, 33, 2, 81], [3, 1, 4, 1, 5] * 3, [7]]
 DRAFTS = [3, 1, 2]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_a_model_that_drafts_for_itself_is_right(
     captured: bool, tmp_path: Path, device: torch.device, on_device: Callable[..., LLM]

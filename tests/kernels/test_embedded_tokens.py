@@ -89,6 +89,7 @@ def test_rows_of_the_table_are_as_ids_on_a_cpu(family: str, tmp_path: Path) -> N
     assert runner.model.embeddings.steps
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
 def test_rows_of_the_table_are_as_ids_in_graphs_too(

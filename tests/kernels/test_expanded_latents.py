@@ -14,6 +14,7 @@ from tests.support.kernels.device_engines import OPTIONS
 from tests.support.outputs import chosen_logprobs, token_ids
 
 
+@pytest.mark.nightly
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("most_bytes", [1 << 30, pytest.param(24 << 10, marks=pytest.mark.nightly)])
 def test_long_runs_make_keys_and_values_of_latents(

@@ -42,7 +42,7 @@ LAUNCHED = [
 ]
 
 
-@pytest.mark.sample(130)
+@pytest.mark.sample(70)
 @pytest.mark.parametrize(("kernel", "model"), LAUNCHED)
 def test_what_a_kernel_returns(kernel: Kernel, model: str, device: torch.device) -> None:
     spec = spec_of(model)

@@ -33,6 +33,7 @@ def asked(**given: Any) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=length, ignore_eos=True, **given) for length in LENGTHS]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "stages", "changed", "params"),
     [

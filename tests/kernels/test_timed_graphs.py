@@ -75,6 +75,7 @@ def captured(llm: LLM, *kinds: Any) -> tuple[DeviceClock, RepeatedSteps]:
     return clock, memory
 
 
+@pytest.mark.nightly
 def test_a_graph_with_events_takes_the_place_of_a_plain_one(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     folder = make_checkpoint("llama", tmp_path, num_hidden_layers=2)
     expected = token_ids(on_device(folder, **OPTIONS).generate(PROMPTS, PARAMS))
@@ -106,6 +107,7 @@ def test_a_graph_with_events_takes_the_place_of_a_plain_one(tmp_path: Path, on_d
     assert memory.replayed[before:] and set(memory.replayed[before:]) == {sizes[2]}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("trouble", ["CUDA error: out of memory", "operation not permitted when stream is capturing"])
 def test_an_engine_does_without_graphs_with_events(tmp_path: Path, on_device: Callable[..., LLM], trouble: str) -> None:
     class Failing:
@@ -140,6 +142,7 @@ def test_steps_without_a_graph_are_measured_as_they_are_launched(tmp_path: Path,
         assert kind.layers == pytest.approx([0.002 * kind.steps] * 2)
 
 
+@pytest.mark.nightly
 def test_steps_that_verify_drafts_are_measured_in_their_graphs(
     tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,20 +61,10 @@ OTHERS = ("qwen3_5", "gpt_oss", "deepseek_v3")
 """Families with states, with sinks and windows, and with latents."""
 KIN = ("nemotron_h", "granitemoehybrid", "falcon_h1")
 """Those that keep other states: all features in one batch, at night."""
-BY_DAY = [("deepseek_v3", "beams+LoRA")]
-"""What moves most of what a family keeps of a request; all other pairs are tried at night."""
-OTHER_PAIRS = [
-    pytest.param(
-        family,
-        param.values[0],
-        id=f"{family}-{param.id}",
-        marks=[] if (family, param.id) in BY_DAY else pytest.mark.nightly,
-    )
-    for family in OTHERS
-    for param in PAIRS
-]
+OTHER_PAIRS = [pytest.param(family, param.values[0], id=f"{family}-{param.id}") for family in OTHERS for param in PAIRS]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("alone", "features"), OTHER_PAIRS, indirect=["alone"])
 def test_two_features_of_other_models(features: frozenset[str], alone: Alone) -> None:
     check_combinations([features], alone, times=1)

@@ -66,6 +66,7 @@ def test_settings_are_sent_where_they_are_set(page: Page) -> None:
     expect(page.get_by_label("Max tokens")).to_have_value("")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["button", "Escape"])
 def test_stop_ends_the_request(page: Page, server: Served, how: str) -> None:
     page.route("**/v1/chat/completions", _endless)
@@ -295,6 +296,7 @@ def test_several_models_are_shown_with_their_states_of_the_moment_in_which_one_i
     expect(options).to_have_text(["chat (cold)", "small (awake)"])
 
 
+@pytest.mark.nightly
 def test_a_model_of_a_path_is_shown_by_its_last_part(page: Page) -> None:
     path = "/home/someone/Downloads/model-Q4_K_M.gguf"
 

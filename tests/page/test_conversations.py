@@ -101,6 +101,7 @@ def test_edited_questions_and_new_answers_are_versions(page: Page) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_another_version_leaves_the_view_and_the_focus_where_they_are(page: Page) -> None:
     begin(page, "One?", "first")
     say(page, "second")
@@ -118,6 +119,7 @@ def test_another_version_leaves_the_view_and_the_focus_where_they_are(page: Page
     assert page.locator(".scroller").evaluate("box => box.scrollTop + box.clientHeight < box.scrollHeight - 500")
 
 
+@pytest.mark.nightly
 def test_an_edit_is_left_with_escape(page: Page) -> None:
     begin(page, "One?", "first")
     page.locator(".turn").hover()

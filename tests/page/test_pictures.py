@@ -122,6 +122,7 @@ def test_pictures_are_pasted_dropped_and_taken_away(page: Page) -> None:
     expect(page.locator(".list a > span")).to_have_text("dropped.png")
 
 
+@pytest.mark.nightly
 def test_an_edited_question_keeps_its_picture_or_loses_it(page: Page) -> None:
     attach(page, file("noise.png", SMALL))
     say(page, "first")
@@ -275,6 +276,7 @@ def test_a_full_storage_keeps_pictures_until_the_page_goes(page: Page) -> None:
     assert sent.value.post_data_json["messages"][0]["content"][0] == SHOWN
 
 
+@pytest.mark.nightly
 def test_a_lost_picture_is_told(page: Page) -> None:
     attach(page, file("noise.png", SMALL))
     say(page, "an answer")

@@ -273,6 +273,7 @@ def test_an_engine_without_a_place_is_not_added(tiny_model: Path, monkeypatch: p
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_an_added_engine_takes_what_waits_for_another(tiny_model: Path) -> None:
     """As soon as it is ready, which is before it is one of the engines that are counted."""
 

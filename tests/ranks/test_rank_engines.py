@@ -151,6 +151,7 @@ def test_a_lost_rank_ends_an_engine_in_its_process_with_the_reason() -> None:
         eventually(lambda: not folder.exists())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "size",
     [

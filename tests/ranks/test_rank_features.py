@@ -201,10 +201,6 @@ def engines(models: Models) -> Iterator[Engines]:
     made.close()
 
 
-BY_DAY = "tp 2"
-"""Whose engine tries everything at once in `make test`; all others, and each feature for itself, at night."""
-
-
 def cells(division: str) -> Iterator[Any]:
     """Each feature, and all of them together."""
     everything = everything_with(division)
@@ -212,7 +208,7 @@ def cells(division: str) -> Iterator[Any]:
         marks = [pytest.mark.features(feature, division), pytest.mark.nightly]
         yield pytest.param(division, [frozenset([feature])], id=f"{feature}-{division}", marks=marks)
     together = frozenset[str]().union(*everything)
-    marks = [pytest.mark.features(*together, division), *([] if division == BY_DAY else [pytest.mark.nightly])]
+    marks = [pytest.mark.features(*together, division), pytest.mark.nightly]
     yield pytest.param(division, everything, id=f"everything-{division}", marks=marks)
 
 

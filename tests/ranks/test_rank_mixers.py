@@ -26,6 +26,7 @@ SHARED: dict[str, dict[str, Any]] = {
 """Families, and what their tiny models have otherwise: heads of a state in one group, on both ranks; no experts."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name == "falcon_h1" else pytest.mark.nightly) for name in SHARED]
 )

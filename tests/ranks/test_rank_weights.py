@@ -46,6 +46,7 @@ def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "divided", [TWO_STAGES, pytest.param(TWO_STAGES | TWO_RANKS, marks=pytest.mark.nightly)], ids=str
 )

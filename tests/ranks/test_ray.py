@@ -139,7 +139,8 @@ def engines_of(cluster: RayCluster, *nodes: subprocess.Popen[bytes]) -> list[int
     return found
 
 
-@pytest.mark.parametrize("flag", ["-tp", pytest.param("-pp", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("flag", ["-tp", "-pp"])
 @pytest.mark.timeout(600)
 def test_ranks_of_two_nodes_answer_as_one_process(
     cluster: RayCluster, expected: dict[int, list[str]], flag: str

@@ -92,6 +92,7 @@ def test_two_of_three_stages_wait_while_two_steps_are_on_their_way(prompts: list
     assert 0 < statistics.accepted_tokens < statistics.draft_tokens
 
 
+@pytest.mark.nightly
 def test_a_conversation_goes_on_behind_verified_answers(
     folder: Path, prompts: list[list[int]], expected: list[RequestOutput]
 ) -> None:

@@ -71,6 +71,7 @@ def link_of(client: EngineClient) -> EngineLink:
     return next(iter(client.replicas)).supervisor.link
 
 
+@pytest.mark.nightly
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "options"),

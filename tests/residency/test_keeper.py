@@ -25,6 +25,7 @@ from tests.support.several_models import BODY, OPTIONS, PLAIN, said, served, ser
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 
 
+@pytest.mark.nightly
 def test_two_models_take_turns_and_answer_as_if_they_had_never_slept(tiny_model: Path) -> None:
     """There is memory for one: the second request of the first model wakes it again."""
 

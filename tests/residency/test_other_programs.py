@@ -51,6 +51,7 @@ class Machine:
         return None if self.total is None else HostMemory(self.total - self.taken, self.total)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads what a process of Linux takes")
 def test_an_idle_model_makes_way_for_a_program_and_is_refused_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     machine = Machine()

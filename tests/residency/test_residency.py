@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvern.residency.policy import LEAST_STAY, LONGEST_SLEEP, STAY, Footprint, Residency, State, Terms
+from tests.support.sampling import examples
 from tests.support.simulated_residency import LeastRecentlyUsed, World, awake, moves, zipf_load, zipf_world
 
 SMALL = Footprint(awake=2, load_seconds=1.0)
@@ -327,7 +328,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[tuple[float, str, float]]]:
     return World(residency, draw(st.sampled_from((0.0, 2.0)))), draw(st.lists(request, max_size=40))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(worlds())
 def test_there_is_never_more_than_fits_and_every_request_begins_or_is_refused(
     drawn: tuple[World, Sequence[tuple[float, str, float]]],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvern.residency.policy import LEAST_STAY, Footprint, Residency, Terms
 from kvern.residency.pressure import HostMemory
+from tests.support.sampling import examples
 from tests.support.simulated_residency import Machine, World, awake, moves
 
 GB = 10**9
@@ -209,7 +210,7 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[tuple[float, str, float]]]:
     return world, draw(st.lists(request, max_size=30))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(worlds())
 def test_the_floor_holds_but_for_busy_models_and_requests_go_on_when_memory_is_back(
     drawn: tuple[World, Sequence[tuple[float, str, float]]],
@@ -226,7 +227,7 @@ def test_the_floor_holds_but_for_busy_models_and_requests_go_on_when_memory_is_b
     assert residency.held <= residency.memory
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(worlds())
 def test_every_request_begins_or_is_refused_once_memory_is_back(
     drawn: tuple[World, Sequence[tuple[float, str, float]]],

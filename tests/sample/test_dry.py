@@ -19,6 +19,7 @@ from kvern.sample.constraints import constrain
 from kvern.text.tokenizer import Tokenizer
 from tests.support import tiny_tokenizer
 from tests.support.sampler_inputs import VOCABULARY, make_rows, random_logits
+from tests.support.sampling import examples
 
 WIDE = SamplingParams(dry_multiplier=0.8)
 NOTHING: tuple[frozenset[int], tuple[tuple[int, ...], ...]] = (frozenset(), ())
@@ -105,7 +106,7 @@ BREAKING = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(requests=st.lists(st.tuples(PARAMS, TEXTS), min_size=1, max_size=5), breaking=BREAKING, data=st.data())
 def test_it_is_what_the_definition_says(
     requests: list[tuple[SamplingParams, list[int]]], breaking: Any, data: st.DataObject

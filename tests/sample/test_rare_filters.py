@@ -12,6 +12,7 @@ from kvern import SamplingParams
 from kvern.errors import InvalidParameter
 from kvern.sample import sampler
 from tests.support.sampler_inputs import VOCABULARY, make_rows, random_logits, same_distribution, shares
+from tests.support.sampling import examples
 
 
 def expected_shares(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -73,7 +74,7 @@ def test_tokens_are_drawn_as_the_definition_says(fields: dict[str, Any]) -> None
 
 
 @pytest.mark.nightly
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     temperature=st.floats(0.3, 3.0),

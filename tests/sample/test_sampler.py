@@ -15,6 +15,7 @@ from kvern.sample import sampler
 from kvern.sample.constraints import constrain
 from kvern.sample.random import uniform
 from tests.support.sampler_inputs import DRAWS, VOCABULARY, make_rows, random_logits, same_distribution, shares
+from tests.support.sampling import examples
 
 
 def transformers_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -63,7 +64,7 @@ def test_each_filter_keeps_what_transformers_keeps(fields: dict[str, Any]) -> No
     assert not same_distribution(shares(random_logits(99), params), expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10**6),
     temperature=st.floats(0.2, 3.0),

@@ -41,12 +41,10 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 QUESTIONS = ("Write the file made.txt", "Write it again, please")
-BY_NIGHT = ("aider", "claude", "opencode", "qwen")
-"""Those that start for longer than others answer, and speak an API that by day other clients speak, too."""
-SESSIONS = [pytest.param(name, marks=[pytest.mark.nightly] if name in BY_NIGHT else []) for name in AGENTS]
 
 
-@pytest.mark.parametrize("name", SESSIONS)
+@pytest.mark.nightly  # they start for longer than they ask, and speak APIs that by day other clients speak, too
+@pytest.mark.parametrize("name", AGENTS)
 def test_a_session(name: str, server: tuple[Served, Path], tmp_path: Path) -> None:
     agent, (served, log) = AGENTS[name], server
     agent.install()

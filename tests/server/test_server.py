@@ -241,7 +241,8 @@ def test_streams_survive_their_engine(how: int) -> None:
         assert served.raw("GET", "/ready")[0] == 200
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # by day, one that runs requests is ended so
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_both_processes(how: int) -> None:
     with serving(*SMALL) as served:
         engine = served.engine_pid()
@@ -249,6 +250,7 @@ def test_a_signal_ends_both_processes(how: int) -> None:
         eventually(lambda: not Path(f"/proc/{engine}").exists())
 
 
+@pytest.mark.nightly
 def test_an_engine_does_not_outlive_its_server() -> None:
     """Killed while it streams, so that the engine still has things to say."""
     with serving(*SMALL) as served:

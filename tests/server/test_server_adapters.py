@@ -250,6 +250,7 @@ def test_hostile_files_are_refused_while_a_stream_goes_on(
     assert change(server, "load", lora_name="one", lora_path="one")[0] == 200, "the command line's name is free again"
 
 
+@pytest.mark.nightly
 def test_a_new_engine_has_the_adapters_of_the_one_that_died(server: Served, expected: dict[str | None, str]) -> None:
     assert change(server, "load", lora_name="zwei", lora_path="two")[0] == 200
     stream = server.client().completions.create(

@@ -155,7 +155,8 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(server: Served) -> None:
     assert len(answers(client, batch.output_file_id)) == batch.request_counts.completed
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_batch_survives_its_server(tmp_path: Path, how: int) -> None:
     with serving(tmp_path) as served:
         client = served.client()

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch
 
 from kvern import LLM, SamplingParams
 from tests.support.families import reference_logits
-from tests.support.served import QUESTION, Served, serving
+from tests.support.served import QUESTION, Served
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving("--threads", "1", "--max-model-len", "1024", "--dtype", "float32") as served:
-        yield served
+def server(talking_server: Served) -> Served:
+    return talking_server
 
 
 TALE = [{"role": "user", "content": "Tell me a story about a fox."}]

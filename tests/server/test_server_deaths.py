@@ -53,7 +53,8 @@ def test_deadly_requests_among_thirty_streams(tmp_path: Path, expected: list[str
         eventually(lambda: served.figure("engine_ready") == 1)  # the last may have died when all streams had ended
 
 
-@pytest.mark.parametrize("how", [pytest.param("kill", marks=pytest.mark.nightly), "hang"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", ["kill", "hang"])
 def test_a_request_by_which_the_engine_is_killed_or_hangs(tmp_path: Path, expected: list[str], how: str) -> None:
     with with_processors(tmp_path, "--engine-timeout", "3") as served:
         with concurrent.futures.ThreadPoolExecutor(32) as pool:
@@ -161,6 +162,7 @@ def test_the_folder_of_the_socket_may_go(expected: list[str]) -> None:
     assert not list(folder.parent.glob(folder.name))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method", ["died", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("resume", "hear", "prepare"))]
 )

@@ -60,6 +60,7 @@ async def said(http: httpx2.AsyncClient, model: str | None) -> str:
     return str(answer["choices"][0]["text"])
 
 
+@pytest.mark.nightly
 def test_each_model_has_an_engine(tiny_model: Path, tmp_path: Path) -> None:
     make_adapter(tiny_model, tmp_path / "adapter", 0, r=4)
     adapters = {"adapter": str(tmp_path / "adapter")}

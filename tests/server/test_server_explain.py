@@ -194,6 +194,7 @@ def test_the_engine_that_died_is_named_with_what_it_took() -> None:
     assert 0 < told["records"][0]["answer_tokens"] < 300
 
 
+@pytest.mark.nightly
 def test_a_preemption_for_lack_of_blocks_is_named() -> None:
     small = ("kvern-1m", "--threads", "1", "--max-model-len", "256", "--kv-cache-tokens", "256", "--dtype", "float32")
     with serving(*small, "--no-prefix-cache") as served, ThreadPoolExecutor() as pool:

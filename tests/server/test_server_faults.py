@@ -122,6 +122,7 @@ def test_a_body_of_a_hundred_megabytes(server: Served) -> None:
     assert "the body has more than" in content["error"]["message"]
 
 
+@pytest.mark.nightly
 def test_a_template_that_loops(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     loop = "{% for a in range(99999) %}{% set b = -1 in range(99999)|list %}{% endfor %}"

@@ -78,7 +78,7 @@ LARGE: list[tuple[str, str, Callable[[], bytes], str]] = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("path", "body", "said"), [case[1:] for case in LARGE], ids=[case[0] for case in LARGE])
 def test_large_bodies(server: Served, path: str, body: Callable[[], bytes], said: str) -> None:
     with small_requests_are_answered(server):

@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import socket
-import ssl
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -216,9 +214,14 @@ def test_request_ids_and_logs(tmp_path: Path) -> None:
     end = "key=alice from=127.0.0.1 prompt=(\\d+) cached=0 answer=1 finish=length (?:waits=\\S+ )?[\\d.]+ s"
     line = re.search(rf"^{time} kvern: mine-1 POST /v1/completions 200 {end}$", said, re.MULTILINE)
     assert line is not None and int(line[1]) < prompts
-    assert "GET /v1/models 401 key=- from=127.0.0.1 0.00" in said
+    assert re.search(r"GET /v1/models 401 key=- from=127.0.0.1 [\d.]+ s$", said, re.MULTILINE)
     assert "/health" not in said and said.count("/ready") == 1, "probes that succeed are left out"
     assert secret not in said and KEY not in said
+
+
+@pytest.mark.nightly
+def test_prompts_in_logs(tmp_path: Path) -> None:
+    log, secret = tmp_path / "log", "a secret that nobody may read"
     with serving(*SMALL, "--log-requests", "prompts", log=log) as served:
         served.client().completions.create(model="kvern-1m", prompt=secret, max_tokens=1)
         served.client().responses.create(model="kvern-1m", input="and a response", max_output_tokens=1)
@@ -229,10 +232,12 @@ def test_a_drain_lets_running_requests_end() -> None:
     with serving(*SMALL) as served:
         stream = served.client().completions.create(prompt="Once", stream=True, **LONG)
         next(iter(stream))
+        engine = served.engine_pid()
         served.process.send_signal(signal.SIGTERM)
         eventually(lambda: refused(served))
         assert list(stream)[-1].choices[0].finish_reason == "length"
         assert served.process.wait(PATIENCE) == 0
+    eventually(lambda: not Path(f"/proc/{engine}").exists())
 
 
 @pytest.mark.nightly
@@ -262,41 +267,6 @@ def refused(served: Served) -> bool:
         return probe.connect_ex((served.host, served.port)) != 0
 
 
-def test_tls_and_a_prefix(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", *subject]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    arguments = ("--tls-cert", str(certificate), "--tls-key", str(key), "--root-path", "/llm", "--api-key", KEY)
-    with serving(*SMALL, *arguments) as served:
-        context = ssl.create_default_context(cafile=str(certificate))
-        for path, status in (("/health", 200), ("/v1/models", 401)):
-            with (
-                socket.create_connection((served.host, served.port)) as plain,
-                context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
-            ):
-                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-                assert int(connection.recv(4096).split()[1]) == status
-        body = json.dumps({"model": "kvern-1m", "prompt": "Once", "max_tokens": 1}).encode()
-        with (
-            socket.create_connection((served.host, served.port)) as plain,
-            context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
-        ):
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-
-
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    with serving(*SMALL, "--uds", str(path)) as served, socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(path))
-        connection.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-    assert served.process.returncode == 0
-    assert not path.exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -322,9 +292,9 @@ def test_bad_options_are_one_line(arguments: list[str], said: str, capsys: pytes
 
 
 def test_figures_for_prometheus() -> None:
-    with serving("kvern-12m", *SMALL[1:], "--max-model-len", "2048", "--max-batch-requests", "4") as served:
+    with serving(*SMALL, "--max-model-len", "2048", "--max-batch-requests", "4") as served:
         client = served.client()
-        asked: dict[str, Any] = {"model": "kvern-12m", "extra_body": {"ignore_eos": True}}
+        asked: dict[str, Any] = {"model": "kvern-1m", "extra_body": {"ignore_eos": True}}
         for prompt in ("Once upon a time there was a fox", "Once upon a time there was a fox"):
             client.completions.create(**asked, prompt=prompt, max_tokens=8)
         stream = client.completions.create(prompt="Once", stream=True, max_tokens=2000, **asked)

@@ -11,15 +11,14 @@ from kvern import LLM, SamplingParams
 from kvern.api.ollama import CHAT, GENERATE, read_body
 from kvern.errors import InvalidRequest
 from kvern.server.handlers.ollama import shortened
-from tests.support.served import QUESTION, Served, serving
+from tests.support.served import QUESTION, Served
 
 GREEDY = {"temperature": 0, "num_predict": 24}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving("--threads", "1", "--max-model-len", "1024", "--dtype", "float32") as served:
-        yield served
+def server(talking_server: Served) -> Served:
+    return talking_server
 
 
 @pytest.fixture(scope="module")

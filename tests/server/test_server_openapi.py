@@ -36,8 +36,12 @@ def api(server: Served) -> schemathesis.BaseSchema:
     return schema
 
 
-@pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("examples", [1, pytest.param(12, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "mode",
+    [GenerationMode.POSITIVE, pytest.param(GenerationMode.NEGATIVE, marks=pytest.mark.nightly)],
+    ids=lambda mode: mode.value,
+)
 def test_answers_are_what_the_description_says(
     api: schemathesis.BaseSchema, mode: GenerationMode, examples: int
 ) -> None:

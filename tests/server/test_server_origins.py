@@ -72,9 +72,12 @@ def test_names_that_point_at_this_machine(server: Served) -> None:
         assert (status == 200) != ("allowed_hosts" in said)
 
 
-def test_origins_and_hosts_that_are_allowed(tmp_path: Path) -> None:
+def test_origins_and_hosts_that_are_allowed_and_a_path_with_a_newline_in_the_log(tmp_path: Path) -> None:
     options = ("--allowed-origins", "http://evil.example", "--allowed-hosts", "evil.example")
-    with serving(*SMALL, *options, "--data-dir", str(tmp_path)) as server:
+    log = tmp_path / "log"
+    with serving(
+        *SMALL, *options, "--data-dir", str(tmp_path / "data"), "--log-requests", "summary", log=log
+    ) as server:
         assert ask(server, "GET", "/v1/models", {"Host": "evil.example:80"})[0] == 200
         status, said = ask(server, "POST", TEXT, EVIL | {SITE: "cross-site"}, SMALL_BODY)
         assert status == 200 and "access-control-allow-origin: http://evil.example\r\n" in said
@@ -82,11 +85,6 @@ def test_origins_and_hosts_that_are_allowed(tmp_path: Path) -> None:
         status, said = ask(server, "OPTIONS", TEXT, EVIL | wanted)
         assert status == 204 and "access-control-allow-headers: authorization\r\n" in said
         assert ask(server, "POST", TEXT, {"Origin": "http://other.example"}, SMALL_BODY)[0] == 403
-
-
-def test_a_path_with_a_newline_is_one_line_in_the_log(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with serving(*SMALL, "--log-requests", "summary", log=log) as server:
         assert server.raw("GET", "/a%0Akvern:%20forged%1b[2J")[0] == 404
     assert "GET /a%0Akvern:%20forged%1b[2J 404" in log.read_text()
     assert not [line for line in log.read_text().splitlines() if line.startswith("kvern: forged")]
@@ -109,15 +107,16 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_a_socket_that_a_killed_server_left(tmp_path: Path, refused: Callable[..., str]) -> None:
     path = tmp_path / "socket"
     arguments = (*SMALL, "--uds", str(path))
-    first = Served(*arguments)
-    assert first.stop(signal.SIGKILL) == -signal.SIGKILL and path.is_socket()
-    with serving(*arguments):
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with serving(*arguments) as served:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))
             connection.sendall(b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         assert "cannot listen on" in refused(*arguments), "one that is in use stays"
         assert path.is_socket()
+    assert served.process.returncode == 0 and not path.exists()
     path.write_text("mine")
     assert "cannot listen on" in refused(*arguments)
     assert path.read_text() == "mine"

@@ -1,9 +1,11 @@
 """Keys and certificates that change while a server runs, and what a server says and does at its end."""
 
 import asyncio
+import json
 import os
 import re
 import signal
+import socket
 import ssl
 import urllib.request
 from collections.abc import Iterator
@@ -107,10 +109,28 @@ def test_a_new_key_finds_nothing_that_the_only_one_before_it_asked(tmp_path: Pat
         assert cached("b") == 0
 
 
-def test_a_renewed_certificate_is_served(tmp_path: Path) -> None:
+def begin_of_answer(served: Served, trusted: Path, request: str, body: bytes = b"") -> bytes:
+    """What a server with this certificate answers first."""
+    context = ssl.create_default_context(cafile=str(trusted))
+    with (
+        socket.create_connection((served.host, served.port)) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+    ):
+        head = f"{request}\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        return connection.recv(4096)
+
+
+def test_a_certificate_and_a_renewed_one_are_served_below_a_prefix(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "first")
     old = ssl.PEM_cert_to_DER_cert(cert.read_text())
-    with serving(*SMALL, "--tls-cert", str(cert), "--tls-key", str(key), log=tmp_path / "log") as served:
+    files = ("--tls-cert", str(cert), "--tls-key", str(key))
+    with serving(*SMALL, *files, "--root-path", "/llm", "--api-key", KEY, log=tmp_path / "log") as served:
+        for path, status in (("/health", 200), ("/v1/models", 401)):
+            assert begin_of_answer(served, cert, f"GET {path} HTTP/1.1").startswith(f"HTTP/1.1 {status}".encode())
+        asked = json.dumps({"model": "kvern-1m", "prompt": "Once", "max_tokens": 1}).encode()
+        answer = begin_of_answer(served, cert, f"POST /v1/completions HTTP/1.1\r\nx-api-key: {KEY}", asked)
+        assert answer.startswith(b"HTTP/1.1 200")
 
         def now() -> bytes:
             pem = ssl.get_server_certificate((served.host, served.port))

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvern.cli.main import main
-from tests.support.served import KEY, Served, serving
+from tests.support.served import KEY, Served
 from tests.support.tool_questions import CLAUDE, FLAT, QUESTION, TOOLS, check_call, gathered
 
 NAMED: Any = {"type": "function", "function": {"name": "set_alarm"}}
@@ -19,10 +19,8 @@ ALL: dict[str, Any] = {"model": "kvern-12m", "max_tokens": 200}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    data = tmp_path_factory.mktemp("data")
-    with serving("--threads", "1", "--max-model-len", "1024", "--data-dir", str(data)) as served:
-        yield served
+def server(talking_server: Served) -> Served:
+    return talking_server
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ DRAFTS = {
     "draft4": jsonschema.Draft4Validator,
 }
 LEAST_ACCEPTED = {"draft2020-12": 0.8}
-ANSWERS = 3
+ANSWERS = [1, pytest.param(3, marks=pytest.mark.nightly)]
 """Of each model for each schema."""
 
 
@@ -119,8 +119,9 @@ EACH = [
 ]
 
 
+@pytest.mark.parametrize("answers", ANSWERS)
 @pytest.mark.parametrize(("llm", "draft"), EACH, indirect=["llm"])
-def test_every_answer_validates(llm: LLM, suite: Path, draft: str) -> None:
+def test_every_answer_validates(llm: LLM, suite: Path, draft: str, answers: int) -> None:
     cases = cases_of(suite, draft)
     folder = engine_of(llm).folder
     grammars = grammars_of(folder, llm.spec.vocab_size)
@@ -140,12 +141,12 @@ def test_every_answer_validates(llm: LLM, suite: Path, draft: str) -> None:
             logit_bias=dict.fromkeys(ending, 4.0),  # so that most answers end
         )
         for case in kept
-        for seed in range(ANSWERS)
+        for seed in range(answers)
     ]
     outputs = llm.generate([[5 + index % 20, 6, 7] for index in range(len(params))], params)
     ended = 0
     for index, output in enumerate(outputs):
-        case, [answer] = kept[index // ANSWERS], output.outputs
+        case, [answer] = kept[index // answers], output.outputs
         assert answer.finish_reason in ("stop", "length"), (case, answer)
         if answer.finish_reason == "stop":
             ended += 1

@@ -19,7 +19,7 @@ from kvern.errors import InvalidParameter
 from kvern.request.sampling_params import StructuredOutput
 from kvern.structured.tags import StructuralTag, structural_tags
 from tests.support.idle import is_idle
-from tests.support.served import SMALL, Served, eventually, serving
+from tests.support.served import Served, eventually
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -196,9 +196,8 @@ def test_blanks_are_bounded(tiny: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving("kvern-12m", *SMALL[1:]) as served:
-        yield served
+def server(talking_server: Served) -> Served:
+    return talking_server
 
 
 EXTRACT = [{"role": "user", "content": "Extract name and age as JSON: Anna is 31 years old."}]

@@ -88,7 +88,7 @@ def ask(server: Served, body: dict[str, Any]) -> tuple[int, Any]:
     return status, answer
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_others_do_not_wait(server: Served, name: str) -> None:
     with ThreadPoolExecutor(1) as threads:

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 
 from kvern import LLM, SamplingParams
-from tests.support.served import Served, eventually
+from tests.support.served import PATIENCE, Served
 
 STREAMS = 8
 TOKENS = 24
@@ -122,24 +123,30 @@ class Streams:
     def __init__(self, server: Served, alone: list[list[str]]) -> None:
         self._server, self._alone = server, alone
         self._threads = ThreadPoolExecutor(STREAMS)
-        self._enough = threading.Event()
+        self._begun, self._enough = threading.Barrier(STREAMS + 1), threading.Event()
 
     def _run(self, number: int) -> None:
         client = self._server.client()
+        wait: Callable[[float], int] | None = self._begun.wait
         while not self._enough.is_set():
-            assert self._tokens(client, number) == self._alone[number]
+            assert self._tokens(client, number, wait) == self._alone[number]
+            wait = None
 
-    def _tokens(self, client: openai.OpenAI, number: int) -> list[str]:
+    def _tokens(self, client: openai.OpenAI, number: int, wait: Callable[[float], int] | None) -> list[str]:
+        """Of one stream, whose rest is read after a wait."""
         options = options_of(number)
         ignore = {"ignore_eos": options.pop("ignore_eos")}
         stream = client.completions.create(
             model="kvern-1m", prompt=prompt_of(number), stream=True, logprobs=0, extra_body=ignore, **options
         )
-        return [token for chunk in stream for token in chunk.choices[0].logprobs.tokens]
+        tokens = list(next(stream).choices[0].logprobs.tokens)
+        if wait is not None:
+            wait(PATIENCE)
+        return tokens + [token for chunk in stream for token in chunk.choices[0].logprobs.tokens]
 
     def __enter__(self) -> None:
         self._running = [self._threads.submit(self._run, number) for number in range(STREAMS)]
-        eventually(lambda: self._server.figure("num_requests_running") == STREAMS)
+        self._begun.wait(PATIENCE)
 
     def __exit__(self, *error: object) -> None:
         self._enough.set()

@@ -1,7 +1,8 @@
 """Parametrized tests of which `make test` runs a sample of the cases, with every value of a parameter if there is room.
 
 `@pytest.mark.sample(4)` leaves all but four cases of a test to `make test-all`: they become `nightly`. The ids of the
-cases alone say which. A case that is named on the command line is run, as all are on a GPU.
+cases alone say which. A case that is named on the command line is run, as all are on a GPU. Properties are tried with
+`examples(most)`.
 """
 
 import hashlib
@@ -9,6 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import pytest
+from hypothesis import settings
+
+
+def examples(most: int) -> int:
+    """As many examples of a property for `make test-all`, and a third for `make test`."""
+    return most if settings.get_current_profile_name() == "night" else -(-most // 3)
 
 
 def leave_to_the_night(items: Iterable[pytest.Item]) -> None:

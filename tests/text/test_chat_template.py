@@ -119,7 +119,7 @@ BIG = "{% set ns = namespace(x='a' * 1000000, y=['a' * 1000000] * 1000000) %}"
 DOUBLED = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = EXPRESSION %}{% endfor %}"
 
 
-@pytest.mark.sample(18)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "template",
     [

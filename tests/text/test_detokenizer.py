@@ -12,6 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from kvern.text.detokenizer import IncrementalDetokenizer
 from kvern.text.tokenizer import Tokenizer
+from tests.support.sampling import examples
 from tests.support.tiny_tokenizer import CORPUS, SPECIAL, byte_level, save, sentencepiece
 
 
@@ -84,7 +85,7 @@ CUTS = st.lists(st.integers(0, 1000), max_size=40)
 
 
 @pytest.mark.sample(3)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data(), cuts=CUTS, skip=st.booleans())
 def test_any_ids_in_any_pieces_are_the_whole(tokenizer: Tokenizer, data: Any, cuts: list[int], skip: bool) -> None:
     bytes_of = sorted(tokenizer.fallback_bytes) or [0]
@@ -94,7 +95,7 @@ def test_any_ids_in_any_pieces_are_the_whole(tokenizer: Tokenizer, data: Any, cu
     assert "".join(pieces(tokenizer, ids, cuts, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=TEXT, cut=st.integers(0, 60), cuts=CUTS)
 def test_an_answer_goes_on_where_its_prompt_ends(tokenizer: Tokenizer, text: str, cut: int, cuts: list[int]) -> None:
     """Also within a character."""

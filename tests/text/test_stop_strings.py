@@ -21,6 +21,7 @@ from kvern.request.sampling_params import ResolvedParams
 from kvern.text.tokenizer import Tokenizer
 from kvern.tools.thinking import HARMONY, THINKING
 from kvern.tools.thinking_splitter import Beginning, Thought
+from tests.support.sampling import examples
 
 MOST, LONGEST = LONGEST_LISTS["stop"], LONGEST_STOP
 MOST_LINES = 100
@@ -131,7 +132,7 @@ LETTERS = "ab"
 STOP_LISTS = st.lists(st.text(alphabet=LETTERS, min_size=1, max_size=6), max_size=6)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(pieces=st.lists(st.text(alphabet=LETTERS + "c", max_size=6), max_size=12), stop=STOP_LISTS)
 @example(pieces=["ab", "", "ca"], stop=["abc", "b", "bca"])
 def test_found_as_by_trying_all(pieces: list[str], stop: list[str]) -> None:

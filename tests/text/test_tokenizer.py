@@ -12,6 +12,7 @@ from kvern.errors import CorruptCheckpoint, InvalidRequest
 from kvern.text.chat_template import ChatTemplate
 from kvern.text.detokenizer import IncrementalDetokenizer
 from kvern.text.tokenizer import Tokenizer
+from tests.support.sampling import examples
 from tests.support.tiny_tokenizer import byte_level, reference, save, sentencepiece
 
 
@@ -47,7 +48,7 @@ def test_byte_level_stream_gives_back_any_text(byte: Tokenizer, text: str) -> No
 
 
 @given(text=st.text(alphabet=st.sampled_from("hello world 你好😀é\n"), max_size=40))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_sentencepiece_stream_gives_back_any_text(pieces: Tokenizer, text: str) -> None:
     ids = pieces.encode(text)
     assert "".join(stream(pieces, ids)) == pieces.decode(ids)

@@ -23,6 +23,7 @@ from kvern.tiers.disk import DiskStore, disk
 from kvern.tiers.page_folder import MARK, PageFolder, on_disk, page_path, temporary_path
 from kvern.tiers.store import Identity, make_store
 from tests.support.page_stores import IDENTITY, PAGE, get, has, name_of, page_of, put, writer
+from tests.support.sampling import examples
 
 WEEK = 7 * 86400
 
@@ -210,7 +211,7 @@ def test_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
         assert not unknown.exists() and not own.exists() and get(store, [1]) == [True]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     calls=st.lists(
         st.tuples(

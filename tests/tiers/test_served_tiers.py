@@ -13,6 +13,7 @@ STORY = "Once upon a time there was a little dog who had a red ball. " * 20
 OPTIONS = ("kvern-1m", "--threads", "1", "--max-model-len", "1024", "--dtype", "float32", "--device", "cpu")
 
 
+@pytest.mark.nightly
 def test_an_engine_that_was_killed_comes_back_warm() -> None:
     with serving(*OPTIONS, "--kv-tier", "host:64MB", "--kv-cache-tokens", "2048") as served:
         client = served.client()

@@ -13,6 +13,7 @@ from kvern.tiers.store import Store
 from tests.support.mooncake_master import mooncake_master, needs_mooncake
 from tests.support.page_stores import PAGE, get, has, name_of, opened, page_of, put
 from tests.support.redis_server import needs_server, redis_server
+from tests.support.sampling import examples
 
 
 @contextlib.contextmanager
@@ -113,7 +114,7 @@ def test_pages_outlive_the_store_that_wrote_them(option: str) -> None:
 
 
 @pytest.mark.sample(2)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(100, 120), unique=True, max_size=8)), max_size=12),
     st.sampled_from([1, 63, 4096, 5000]),

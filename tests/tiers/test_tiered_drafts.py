@@ -86,6 +86,7 @@ def test_pages_without_those_of_the_head_are_no_hit(tmp_path: Path) -> None:
     assert cached == [0, 0, 40, 40]
 
 
+@pytest.mark.nightly
 def test_ranks_share_the_pages_of_a_head(tmp_path: Path) -> None:
     target, head = make("eagle", tmp_path)
     tiered = {"draft_model": head, "kv_tier": (f"disk:{tmp_path / 'pages'}:1GB",), "device": "cpu"}

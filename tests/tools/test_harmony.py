@@ -23,6 +23,7 @@ from kvern.tools.harmony import Harmony
 from kvern.tools.thinking import HARMONY
 from kvern.tools.thinking_splitter import ThoughtTokens
 from tests.support.internals import engine_of
+from tests.support.sampling import examples
 from tests.support.served import KEY, Served, serving
 from tests.support.tiny_model import make_tiny_model
 from tests.support.tool_calls import everywhere, read, reader_of
@@ -136,7 +137,7 @@ SOUP = [*Harmony.markers, ANALYSIS, FINAL, TO_F, AGAIN, "analysis", "final", "co
 SOUP += ['{"a": ', '"<|end|>"', "}", " ", "\n", "Hm", "<|", "<", "assistant", "x" * 300]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     text=st.lists(
         st.sampled_from(SOUP),

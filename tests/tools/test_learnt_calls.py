@@ -18,6 +18,7 @@ from kvern.tools.json_call import JsonMender
 from kvern.tools.thinking import SPECIAL_TOKENS
 from kvern.tools.tool_format import ToolFormat
 from tests.support import call_templates
+from tests.support.sampling import examples
 from tests.support.tool_calls import calls_of, embedded_grammars, everywhere, read, reader_of, typed, values
 
 TEMPLATES = call_templates.OBJECTS | call_templates.XML | call_templates.NAMED
@@ -69,7 +70,7 @@ def test_calls_are_read_as_the_template_writes_them(name: str, calls: list[Any],
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(calls=calls_of, cuts=everywhere)
 def test_many_calls_are_read_as_the_template_writes_them(name: str, calls: list[Any], cuts: list[int]) -> None:
     check_reading(name, calls, cuts)
@@ -117,7 +118,7 @@ def is_demanded(name: str, text: str, parallel: bool = True) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(value=values, cuts=everywhere, indent=st.sampled_from([None, 1]))
 def test_json_stays_as_it_is_written(value: Any, cuts: list[int], indent: int | None) -> None:
     text = json.dumps({"a": value}, ensure_ascii=False, indent=indent)

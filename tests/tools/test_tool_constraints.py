@@ -90,7 +90,7 @@ def asked(llm: LLM, count: int = 6, params: dict[str, Any] | None = None, **opti
     return [output.outputs[0] for output in llm.chat([MESSAGES] * count, several, tools=TOOLS, **options)]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls_are_valid(model: tuple[ToolFormat, LLM], parallel: bool) -> None:
     _, llm = model

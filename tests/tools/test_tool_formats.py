@@ -17,6 +17,7 @@ from kvern.tools.json_calls import HERMES, JsonCalls
 from kvern.tools.thinking import THINKING, thinking_of
 from kvern.tools.thinking_splitter import Thought, beginning_of
 from kvern.tools.tool_format import ToolFormat
+from tests.support.sampling import examples
 from tests.support.tool_calls import DIFFERENT, NAMES, TYPED_BY_SCHEMA, calls_of, everywhere, read, reader_of, typed
 
 BY_NAME = [pytest.param(form, id=f"{form.name}{number}") for number, form in enumerate(DIFFERENT)]
@@ -123,9 +124,9 @@ def gemma(value: Any, quote: str) -> str:
     return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("form", BY_NAME)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_whole_calls_arrive_whatever_the_cutting(form: ToolFormat, data: st.DataObject) -> None:
     """Also with strings that hold braces, quotes and the format's own marks."""
@@ -150,9 +151,9 @@ def test_whole_calls_arrive_whatever_the_cutting(form: ToolFormat, data: st.Data
     assert message == read(reader_of(form, tools=tools), text)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("form", BY_NAME)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_broken_texts_are_read_the_same_in_pieces_and_as_a_whole(form: ToolFormat, data: st.DataObject) -> None:
     """Half a call, a call with something in the wrong place, marks strewn about: no difference, and no error."""
@@ -169,7 +170,7 @@ def test_broken_texts_are_read_the_same_in_pieces_and_as_a_whole(form: ToolForma
 
 
 @pytest.mark.parametrize("form", BY_NAME)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(text=st.lists(st.sampled_from(SIGNS) | st.text(max_size=5), max_size=20).map("".join), cuts=everywhere)
 def test_text_without_calls_is_content(form: ToolFormat, text: str, cuts: list[int]) -> None:
     message = read(reader_of(form), text, cuts)
@@ -263,7 +264,7 @@ def test_arguments_come_while_they_form() -> None:
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("form", [form for form in THINKING if not form.in_turns], ids=lambda form: form.name)
 @pytest.mark.parametrize("beginning", ["possible", "inside", "over"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_thinking_is_split_off(form: Any, beginning: Any, data: st.DataObject) -> None:
     """With calls behind it; a call inside the thinking is a thought."""

@@ -21,6 +21,7 @@ from kvern.tools.chat import AnswerReader
 from kvern.tools.checks import read_tools
 from kvern.tools.tool_format import ToolFormat
 from kvern.tools.xml_functions import GLM, MINIMAX, QWEN3_CODER
+from tests.support.sampling import examples
 from tests.support.tool_calls import read, reader_of
 from tests.support.xml_calls import PLAN, glm_call, minimax_call, qwen_call
 
@@ -90,7 +91,7 @@ def drawn(grammars: Grammars, grammar: str, seed: int) -> list[int] | None:
 
 @pytest.mark.sample(1)
 @FORMS
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(schema=schemas, seed=st.integers(0, 99))
 def test_what_the_grammar_lets_through_is_valid(form: ToolFormat, writer: Any, schema: Any, seed: int) -> None:
     tokenizer, grammars, written = writer
