@@ -64,6 +64,11 @@ class CacheExtension:
         """True if work for a request that waits is not finished: a load, a question, an encoding."""
         return False
 
+    @property
+    def promised(self) -> int:
+        """Blocks of each table that others leave free: those who wait for a load need them as soon as it has ended."""
+        return 0
+
     def arrived(self, request: Request, contents: Sequence[int]) -> None:
         """A request is queued; `contents` has one integer for each position."""
 

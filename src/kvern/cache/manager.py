@@ -146,6 +146,11 @@ class KVCacheManager:
         """True if an extension holds blocks of which no running request knows, until a step brings its report."""
         return any(extension.is_loading for extension in self.extensions)
 
+    @property
+    def promised(self) -> int:
+        """Blocks of each table that are left free for requests that wait for loads."""
+        return sum(extension.promised for extension in self.extensions)
+
     def ready(self) -> list[Request]:
         """The requests that need not wait any longer, as extensions have found without a report."""
         return [request for extension in self.extensions for request in extension.ready()]
@@ -194,7 +199,9 @@ class KVCacheManager:
         for extension in self.extensions:
             extension.begin(request, prefix)
         needed = [self.blocks_for(tokens) - len(path), *self._needed(request, tokens)]
-        if not self._blocks.fit(needed, reserve) or not all(extension.has_room() for extension in self.extensions):
+        if not self._blocks.fit(needed, reserve + self.promised) or not all(
+            extension.has_room() for extension in self.extensions
+        ):
             self._leave(request, None)
             self.tree.release(path)
             request.nodes = []

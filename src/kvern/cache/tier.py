@@ -20,9 +20,7 @@ ordinary cached prefix: the request is then admitted like any other, and so are 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, dropwhile, takewhile
-from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
@@ -34,7 +32,8 @@ from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, TierIndex, 
 from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.cache.states import StatePool
 from kvern.cache.tier_drafts import DraftTraffic
-from kvern.cache.windows import Blocks, WindowedBlocks
+from kvern.cache.tier_loads import KnownPrompt, LoadedPage, PendingLoad, loaded_page
+from kvern.cache.windows import WindowedBlocks
 from kvern.request.events import EngineStatistics
 from kvern.request.request import Request, State
 from kvern.request.spans import cut
@@ -45,56 +44,6 @@ LOOK_STEPS = 16
 NEVER = 1 << 62
 LEFT_OUT = -1
 """A number in the place of a block that is not loaded."""
-
-
-class _Page(NamedTuple):
-    """A part of a page that is to be loaded, the number of blocks up to its end, and the store that has it.
-
-    `windows`: the numbers of the blocks of layers with a window that are loaded.
-    """
-
-    key: bytes
-    part: Part
-    end: int
-    store: str
-    windows: Sequence[int] = ()
-
-
-@dataclass(eq=False)
-class _Load:
-    """Pages that are being loaded to `blocks`, which follow `path`, whose nodes stay; no request has them yet.
-
-    The first `known` blocks were in the tree, where a request could continue from `usable` tokens. `windows` has the
-    blocks of layers with a window by their numbers.
-    """
-
-    namespace: bytes
-    path: list[Node]
-    usable: int
-    contents: list[tuple[int, ...]]
-    pages: list[_Page]
-    blocks: list[int]
-    step: int
-    waiting: list[Request]
-    windows: dict[int, Blocks]
-    state: int = NO_STATE
-    known: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.known = len(self.path)
-
-
-class _Prompt(NamedTuple):
-    """What the prefix tree has of a request: `path`, and `usable` tokens, from which it can continue now.
-
-    `contents` has one integer for each position, `sources` the stores that have parts of pages, as far as was asked.
-    """
-
-    request: Request
-    contents: Sequence[int]
-    path: list[Node]
-    usable: int
-    sources: dict[tuple[bytes, Part], str | None]
 
 
 class TierTraffic(CacheExtension):
@@ -128,8 +77,8 @@ class TierTraffic(CacheExtension):
         self._loads: list[PageLoad] = []
         self._ended: list[int] = []
         self._completed = 0
-        self._loading: dict[int, _Load] = {}
-        self._arriving: dict[bytes, _Load] = {}
+        self._loading: dict[int, PendingLoad] = {}
+        self._arriving: dict[bytes, PendingLoad] = {}
         self._numbers = 0
         self._asked: WeakSet[Request] = WeakSet()
         """Waiting requests for which a load was decided on, which happens once at most while a request waits."""
@@ -145,6 +94,10 @@ class TierTraffic(CacheExtension):
     @property
     def is_loading(self) -> bool:
         return bool(self._loading or self._unanswered or self._saves)
+
+    @property
+    def promised(self) -> int:
+        return sum(load.lacking for load in self._loading.values())
 
     def count(self, statistics: EngineStatistics) -> None:
         statistics.stores = self._tier.figures()
@@ -233,7 +186,7 @@ class TierTraffic(CacheExtension):
             nodes.append(nodes[-1].parent)
         return nodes[::-1]
 
-    def _prompt(self, request: Request, contents: Sequence[int]) -> _Prompt:
+    def _prompt(self, request: Request, contents: Sequence[int]) -> KnownPrompt:
         namespace, limit = request.cache_namespace, request.most_cached
         path, partial, shared = self._tree.match(namespace, contents, limit, request.cached_path)
         request.cached_path = path
@@ -241,9 +194,9 @@ class TierTraffic(CacheExtension):
         for extension in (self._windows, self._states):
             if extension is not None:
                 prefix = extension.match(prefix, None)
-        return _Prompt(request, contents, path, len(prefix.path) * self._block_size + prefix.shared, {})
+        return KnownPrompt(request, contents, path, len(prefix.path) * self._block_size + prefix.shared, {})
 
-    def _pages(self, prompt: _Prompt) -> Iterator[tuple[bytes, int]]:
+    def _pages(self, prompt: KnownPrompt) -> Iterator[tuple[bytes, int]]:
         """The pages behind a prompt's path: their keys, and the numbers of blocks up to their ends."""
         size, path = self._block_size, prompt.path
         known, request = len(path), prompt.request
@@ -251,7 +204,7 @@ class TierTraffic(CacheExtension):
         keys = block_keys(parent, prompt.contents[known * size : request.most_cached], size)
         return ((key, end) for end, key in enumerate(keys, known + 1) if end % self._page_blocks == 0)
 
-    def _known_pages(self, prompt: _Prompt) -> Iterator[tuple[bytes, int]]:
+    def _known_pages(self, prompt: KnownPrompt) -> Iterator[tuple[bytes, int]]:
         """The pages of a prompt's path that a load may need parts of."""
         if self._windows is None and self._states is None:
             return
@@ -262,7 +215,7 @@ class TierTraffic(CacheExtension):
             if end:
                 yield self._tree.key(prompt.path[end - 1]), end
 
-    def _parts(self, prompt: _Prompt) -> Iterator[tuple[bytes, Part]]:
+    def _parts(self, prompt: KnownPrompt) -> Iterator[tuple[bytes, Part]]:
         """The parts of pages that a load may need."""
         for key, end in chain(self._known_pages(prompt), self._pages(prompt)):
             if self._has_blocks and end > len(prompt.path):
@@ -315,27 +268,29 @@ class TierTraffic(CacheExtension):
         prompt, pages = found
         return self._joins(request, pages) or self._loads_if_it_pays(prompt, pages, step, ahead())
 
-    def _joins(self, request: Request, pages: Sequence[_Page]) -> bool:
+    def _joins(self, request: Request, pages: Sequence[LoadedPage]) -> bool:
         """Let a request wait for pages that are on their way, if some are."""
         arriving = next((self._arriving[page.key] for page in pages if page.key in self._arriving), None)
         if arriving is None:
             return False
-        arriving.waiting.append(request)
+        arriving.add(request, self._block_size)
         return True
 
     def _loads_if_it_pays(
-        self, prompt: _Prompt, pages: list[_Page], step: int, ahead: Sequence[tuple[int, int]] | None
+        self, prompt: KnownPrompt, pages: list[LoadedPage], step: int, ahead: Sequence[tuple[int, int]] | None
     ) -> bool:
         end = pages[-1].end * self._block_size
         if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead):
             return False
         if self._tier.keeps_drafts:
             ends = [page for page in pages if page.part is Part.BLOCKS and self._has(prompt, page.key, Part.DRAFT)]
-            pages += [_page(prompt, page.key, Part.DRAFT, page.end) for page in ends]
+            pages += [loaded_page(prompt, page.key, Part.DRAFT, page.end) for page in ends]
         self._begin(prompt, pages, step)
         return True
 
-    def _look(self, request: Request, contents: Sequence[int], reserve: int) -> tuple[_Prompt, list[_Page]] | None:
+    def _look(
+        self, request: Request, contents: Sequence[int], reserve: int
+    ) -> tuple[KnownPrompt, list[LoadedPage]] | None:
         """What may be loaded for a request; None: nothing, or it would not fit now."""
         prompt = self._prompt(request, contents)
         page_tokens = self._page_blocks * self._block_size
@@ -344,7 +299,7 @@ class TierTraffic(CacheExtension):
         following = self._pages(prompt)
         first = next(following, None)
         if first is not None and first[0] in self._arriving:
-            return prompt, [_Page(first[0], Part.BLOCKS, first[1], "")]
+            return prompt, [LoadedPage(first[0], Part.BLOCKS, first[1], "")]
         if not self._fits(prompt, prompt.usable, reserve):
             return None
         pages = self._find(prompt, following if first is None else chain([first], following))
@@ -354,7 +309,7 @@ class TierTraffic(CacheExtension):
             return None
         return prompt, pages
 
-    def _fits(self, prompt: _Prompt, computed: int, reserve: int) -> bool:
+    def _fits(self, prompt: KnownPrompt, computed: int, reserve: int) -> bool:
         """True if a request that continues after `computed` tokens would fit."""
         tokens = len(prompt.contents)
         path = prompt.path
@@ -362,13 +317,13 @@ class TierTraffic(CacheExtension):
         needed[0] = -(-tokens // self._block_size) - len(path) + sum(not node.users for node in path)
         if self._windows is not None:
             needed[self._window_member] = self._windows.most_needed(computed, tokens)
-        return self._blocks.fit(needed, reserve)
+        return self._blocks.fit(needed, reserve + self.promised)
 
-    def _find(self, prompt: _Prompt, following: Iterator[tuple[bytes, int]]) -> list[_Page]:
+    def _find(self, prompt: KnownPrompt, following: Iterator[tuple[bytes, int]]) -> list[LoadedPage]:
         """What has to be loaded so that a request can continue as late as possible; nothing if it cannot later."""
         beyond = [*takewhile(lambda page: not self._has_blocks or self._has(prompt, page[0], Part.BLOCKS), following)]
         if self._windows is None and self._states is None:
-            return [_page(prompt, key, Part.BLOCKS, end) for key, end in beyond]
+            return [loaded_page(prompt, key, Part.BLOCKS, end) for key, end in beyond]
         keys = {end: key for key, end in chain(self._known_pages(prompt), beyond)}
         size, spans = self._block_size, prompt.request.spec.prompt.spans
         end = max(keys, default=0)
@@ -379,13 +334,13 @@ class TierTraffic(CacheExtension):
             end = (end if missing is None else missing) - self._page_blocks
         return []
 
-    def _has(self, prompt: _Prompt, key: bytes, part: Part) -> bool:
+    def _has(self, prompt: KnownPrompt, key: bytes, part: Part) -> bool:
         """True if a store has a part of a page, or had it and it is on its way."""
         if (key, part) not in prompt.sources:
             prompt.sources[key, part] = "" if key in self._arriving else self._tier.source(key, part)
         return prompt.sources[key, part] is not None
 
-    def _missing(self, prompt: _Prompt, keys: dict[int, bytes], end: int) -> int | None:
+    def _missing(self, prompt: KnownPrompt, keys: dict[int, bytes], end: int) -> int | None:
         """The end of a page of which neither tree nor tier has what a request needs that continues at `end`.
 
         One that continues after that page and before `end` needs it, too.
@@ -395,18 +350,18 @@ class TierTraffic(CacheExtension):
         pages = self._window_pages(prompt, end)
         return next((page for page, _ in pages if not self._has(prompt, keys[page], Part.WINDOWS)), None)
 
-    def _to_load(self, prompt: _Prompt, keys: dict[int, bytes], end: int) -> list[_Page]:
+    def _to_load(self, prompt: KnownPrompt, keys: dict[int, bytes], end: int) -> list[LoadedPage]:
         """What the tree lacks for a request that continues at `end`: what comes later stands on what is before."""
         known, per_page = len(prompt.path), self._page_blocks
         first = known // per_page * per_page + per_page
         ends = range(first, end + 1, per_page) if self._has_blocks else ()
-        pages = [_page(prompt, keys[page], Part.BLOCKS, page) for page in ends]
+        pages = [loaded_page(prompt, keys[page], Part.BLOCKS, page) for page in ends]
         for page, lacking in self._window_pages(prompt, end):
-            pages.append(_page(prompt, keys[page], Part.WINDOWS, page)._replace(windows=lacking))
+            pages.append(loaded_page(prompt, keys[page], Part.WINDOWS, page)._replace(windows=lacking))
         pages.sort(key=lambda page: page.end)
-        return pages if self._states is None else [*pages, _page(prompt, keys[end], Part.STATE, end)]
+        return pages if self._states is None else [*pages, loaded_page(prompt, keys[end], Part.STATE, end)]
 
-    def _window_pages(self, prompt: _Prompt, end: int) -> Iterator[tuple[int, list[int]]]:
+    def _window_pages(self, prompt: KnownPrompt, end: int) -> Iterator[tuple[int, list[int]]]:
         """The windows' part of what the tree lacks for a request that continues at `end`: ends of pages, and blocks."""
         if (windows := self._windows) is None:
             return
@@ -421,7 +376,7 @@ class TierTraffic(CacheExtension):
             if lacking:
                 yield page, lacking
 
-    def _begin(self, prompt: _Prompt, pages: list[_Page], step: int) -> None:
+    def _begin(self, prompt: KnownPrompt, pages: list[LoadedPage], step: int) -> None:
         """Load pages of a prompt."""
         size = self._block_size
         known = len(prompt.path)
@@ -440,8 +395,9 @@ class TierTraffic(CacheExtension):
             columns = iter(taken[self._window_member])
             windows = dict(zip(numbers, zip(*[columns] * self._windows.tables, strict=True), strict=True))
         self._numbers += 1
-        namespace, waiting = prompt.request.cache_namespace, [prompt.request]
-        load = _Load(namespace, prompt.path, prompt.usable, pieces, pages, taken[0], step, waiting, windows)
+        namespace = prompt.request.cache_namespace
+        load = PendingLoad(namespace, prompt.path, prompt.usable, pieces, pages, taken[0], step, [], windows)
+        load.add(prompt.request, size)
         if self._states is not None:
             load.state = self._states.reserve()
         self._loading[self._numbers] = load
@@ -449,7 +405,7 @@ class TierTraffic(CacheExtension):
         patience = self._tier.patience(prompt.usable, end * size)
         self._loads += [self._load_of(load, page, patience) for page in pages]
 
-    def _load_of(self, load: _Load, page: _Page, patience: float) -> PageLoad:
+    def _load_of(self, load: PendingLoad, page: LoadedPage, patience: float) -> PageLoad:
         """The message of a part of a page of the newest load."""
         tables: list[list[int]] = [[]]
         own = range(page.end - self._page_blocks, page.end)
@@ -496,7 +452,7 @@ class TierTraffic(CacheExtension):
         self._end(load)
         return load.waiting
 
-    def _note(self, load: _Load, count: int) -> None:
+    def _note(self, load: PendingLoad, count: int) -> None:
         """Remember from where the first pages of a load have come, for all that waited for them.
 
         A page gives the tokens from which no request could continue without it.
@@ -510,7 +466,7 @@ class TierTraffic(CacheExtension):
         for request in load.waiting:
             self._came.setdefault(request, []).extend(pages)
 
-    def _enter(self, load: _Load, page: _Page) -> None:
+    def _enter(self, load: PendingLoad, page: LoadedPage) -> None:
         """A part of a page has arrived: nodes of the prefix tree have it."""
         while len(load.path) < page.end:
             place = len(load.path) - load.known
@@ -582,7 +538,7 @@ class TierTraffic(CacheExtension):
         assert {load.load for load in self._loads} <= self._loading.keys(), "a load was given up and is still planned"
         return len(blocks) + len(windowed)
 
-    def _end(self, load: _Load) -> None:
+    def _end(self, load: PendingLoad) -> None:
         self._tree.release(load.path)
         self._pool.release(load.blocks)
         for blocks in load.windows.values():
@@ -591,8 +547,3 @@ class TierTraffic(CacheExtension):
             self._states.settle(load.state, None, load.step)
         for key in {page.key for page in load.pages}:
             del self._arriving[key]
-
-
-def _page(prompt: _Prompt, key: bytes, part: Part, end: int) -> _Page:
-    """A part of a page that a store has."""
-    return _Page(key, part, end, prompt.sources[key, part] or "")

@@ -369,7 +369,8 @@ class Scheduler:
                 return "budget"
             copies = self.cache.admit(request, self.step, reserve)
             if copies is None:
-                self.shares.lacks(Lacking(request, blocks=self.cache.blocks_for(len(request.token_ids))))
+                if not self.cache.promised:  # else it only waits for others' loads
+                    self.shares.lacks(Lacking(request, blocks=self.cache.blocks_for(len(request.token_ids))))
                 return "blocks"
             self.waiting.remove(request)
             adapter_index, load = self.enter(request)
