@@ -165,8 +165,12 @@ class EngineConfig:
     kv_tier: tuple[str, ...] = ()
     """Stores that keep the KV cache of prompts outside the device, the nearest first: host:32GB, or host for a quarter
     of the free memory; peer, the host memory of the server's other engines on this machine; disk:/path:500GB;
-    valkey://host:port, or valkeys:// for TLS; mooncake://host:port. Prompts continue from them where that is faster
-    than computing. With ?optional behind it a store is left out, with a warning, where there can be none."""
+    valkey://host:port, or valkeys:// for TLS; mooncake://host:port; nixl://host:port, the host memory of another
+    machine's engines. Prompts continue from them where that is faster than computing. With ?optional behind it a store
+    is left out, with a warning, where there can be none."""
+    kv_tier_listen: str | None = None
+    """HOST:PORT of this machine at which servers of other machines, with kv_tier nixl://HOST:PORT, read what engines
+    keep in host memory. Those that know the secret in KV_PEER_KEY may; nothing is encrypted on the way."""
     kv_events_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """JSON object that says where to publish which blocks the prefix cache has, as vLLM does, for routers of fleets:
     enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, bind. Events contain the tokens of
@@ -360,6 +364,11 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_tier is {self.shown_kv_tier}: peer reads the host memory of a server's other engines, which only "
                 "those with host have: give host, too"
+            )
+        if self.kv_tier_listen is not None and ("host" not in kinds or self.executor == "ray"):
+            raise ConfigError(
+                f"kv_tier_listen is {self.kv_tier_listen}: it offers the host memory of engines on this machine, of "
+                "which there is none: give kv_tier host, and leave executor ray out"
             )
         if self.kv_tier_max_age is not None and not self.kv_tier:
             raise ConfigError(

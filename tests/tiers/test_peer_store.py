@@ -13,7 +13,7 @@ from kvern.errors import ConfigError
 from kvern.tiers.arena import ARENA, ARENAS, OwnedArena, map_arena, siblings
 from kvern.tiers.arena_layout import ENTRY_BYTES, HEAD_BYTES, Layout
 from kvern.tiers.host import HostStore
-from kvern.tiers.peer import UNPIN_SECONDS, PeerStore, _Arena
+from kvern.tiers.peer import UNPIN_SECONDS, PeerStore, RemoteArena
 from kvern.tiers.shelf import Shelf
 from tests.support.page_stores import get, has, name_of, page_of, put
 from tests.support.served import eventually
@@ -147,10 +147,10 @@ def test_each_rank_reads_its_part(other: OwnedArena, monkeypatch: pytest.MonkeyP
 def test_memory_is_used_as_far_as_it_is_pinned(other: OwnedArena, monkeypatch: pytest.MonkeyPatch) -> None:
     store = host(other, monkeypatch, 4096)
     put(store, range(6), 9000)
-    pinned: list[_Arena] = []
-    ended: list[_Arena] = []
+    pinned: list[RemoteArena] = []
+    ended: list[RemoteArena] = []
 
-    def pin(arena: _Arena) -> Callable[[], None]:
+    def pin(arena: RemoteArena) -> Callable[[], None]:
         pinned.append(arena)
         return lambda: ended.append(arena)
 

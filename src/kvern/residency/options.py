@@ -31,6 +31,7 @@ OF_ONE_MODEL = (
     "draft_model",
     "adapters",
     "kv_events_config",
+    "kv_tier_listen",
     "served_model_name",
 )
 """Engine options that say something of one model; all others hold for each model that has no value of its own."""

@@ -31,6 +31,7 @@ from kvern.serving.choice import EngineLoads
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
 from kvern.serving.client_inputs import ClientInputs
 from kvern.serving.client_weights import ClientWeights
+from kvern.serving.page_sharing import PageSharing
 from kvern.serving.places import Place, check_memory, place_of, places_of
 from kvern.serving.prefix_index import Level, PrefixIndex
 from kvern.serving.replica import Replica
@@ -84,6 +85,7 @@ class Replicas:
         ]
         self._numbered = {replica.number: replica for replica in self}
         self._changing = asyncio.Lock()
+        self._sharing = PageSharing(config)
         self.adapters = ClientAdapters(
             names, self._engine_adapters, self._adapter_keys, self.until_available, self._handed_keys
         )
@@ -145,6 +147,7 @@ class Replicas:
         ]
         try:
             await asyncio.gather(*starts)
+            await self._sharing.start()
         except BaseException:
             for start in starts:
                 start.cancel()
@@ -245,6 +248,7 @@ class Replicas:
 
     async def stop(self) -> None:
         """End all."""
+        await self._sharing.stop()
         await asyncio.gather(*(replica.supervisor.stop() for replica in self))
 
     async def until_available(self) -> None:

@@ -130,8 +130,16 @@ def siblings() -> dict[int, str] | None:
     None: that cannot be read now.
     """
     own, path = os.environ.get(ARENA), os.environ.get(ARENAS)
-    if own is None or path is None:
-        return {}
+    return {} if own is None or path is None else listed(path, own)
+
+
+def list_path(model: str) -> str:
+    """The path of the list of the memory of a model's engines, which this process owns."""
+    return (_lists.get(model) or _lists.setdefault(model, _ArenaList())).path
+
+
+def listed(path: str, own: str = "") -> dict[int, str] | None:
+    """Reads a list of engines' memory, but for an engine's `own`: numbers, and paths. None: it cannot be read now."""
     try:
         with open(path, "rb") as file:
             content = file.read()

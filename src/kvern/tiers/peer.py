@@ -33,7 +33,7 @@ class _Lent(NamedTuple):
     parts: list[memoryview]
 
 
-class _Arena:
+class RemoteArena:
     """The arena of another engine. If `pinned`, its first cells may be used as far as they are: a GPU reads them."""
 
     def __init__(self, memory: mmap.mmap, layout: Layout, pinned: bool) -> None:
@@ -149,7 +149,7 @@ class PeerStore:
         self,
         part: int,
         parts: int,
-        pin: Callable[[_Arena], Callable[[], None]] | None = None,
+        pin: Callable[[RemoteArena], Callable[[], None]] | None = None,
         memories: Callable[[], dict[int, str] | None] = siblings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -157,7 +157,7 @@ class PeerStore:
         self._pin = pin
         self._memories = memories
         self._clock = clock
-        self._arenas: dict[int, _Arena] = {}
+        self._arenas: dict[int, RemoteArena] = {}
         self._pinned: dict[int, Callable[[], None]] = {}
         self._unpins: list[tuple[float, Callable[[], None]]] = []
         """When the memory of arenas that were dropped is no longer pinned, and what ends that."""
@@ -170,9 +170,13 @@ class PeerStore:
 
     def _watch(self) -> None:
         while not self._closed.wait(FOLLOW_SECONDS):
-            self.look()
-            while self._follow():
-                pass
+            self.follow()
+
+    def follow(self) -> None:
+        """Sees which engines and pages there are now."""
+        self.look()
+        while self._follow():
+            pass
 
     def look(self) -> None:
         """Open the arenas of engines that have come, and close those of engines that are gone."""
@@ -192,7 +196,7 @@ class PeerStore:
             memory = map_part(found[number], self._part, self._parts, writable=self._pin is not None)
             layout = None if memory is None else Layout.read(memory)
             if memory is not None and layout is not None:
-                kept[number] = _Arena(memory, layout, self._pin is not None)
+                kept[number] = RemoteArena(memory, layout, self._pin is not None)
                 if self._pin is not None:
                     self._pinned[number] = self._pin(kept[number])
         self._arenas = kept
@@ -205,9 +209,7 @@ class PeerStore:
     def has(self, names: Sequence[bytes]) -> list[bool]:
         found = self._has(names)
         if not all(found):
-            self.look()
-            while self._follow():
-                pass
+            self.follow()
             found = self._has(names)
         return found
 

@@ -62,7 +62,7 @@ class Shelf:
         self._keepers = [one for one in self.stores if one.keeps]
         self._is_direct = any(one.direct is not None for one in self._keepers)
         """Pages are saved to memory that a store has already."""
-        self.has_shared = any(one.direct is None for one in self.stores)
+        self.has_shared = any(not one.is_whole for one in self.stores)
         """There are stores that have a page for each head."""
         self._clock = clock
         self._sealing = Lane("pages", 1)
@@ -122,7 +122,7 @@ class Shelf:
 
     def ask(self, wanted: Iterable[PageName]) -> int | None:
         """Ask the distant stores for pages; see `TierIndex.ask`."""
-        names = [each.head for each in wanted]
+        names = [*wanted]
         now = self._clock()
         asked = {one for one in self.stores if not one.store.is_local and one.breaker.is_on(now)}
         if not asked or not names:
@@ -133,7 +133,7 @@ class Shelf:
         with self._lock:
             self._questions[number] = asked, now + patience
         for one in [*asked]:
-            one.reading.submit(lambda one=one: self._ask(one, number, names))  # type: ignore[misc]
+            one.reading.submit(partial(self._ask, one, number, [one.name_of(each) for each in names]))
         return number
 
     def _ask(self, one: Shelved, number: int, names: Sequence[bytes]) -> None:

@@ -96,6 +96,8 @@ class Shelved:
     def __init__(self, name: str, store: Store) -> None:
         self.name, self.store = name, store
         self.direct = store if isinstance(store, DirectStore) else None
+        self.is_whole = self.direct is not None or getattr(store, "has_whole_pages", False)
+        """Its pages have all heads of a rank."""
         self.keeps = not getattr(store, "is_read_only", False)
         """Pages are put into the store."""
         self.price = Price(*(LOCAL if store.is_local else DISTANT))
@@ -127,11 +129,11 @@ class Shelved:
 
     def name_of(self, names: PageName) -> bytes:
         """The name by which the store knows a piece."""
-        return names.head if self.direct is None else names.whole
+        return names.whole if self.is_whole else names.head
 
     def pieces_of(self, piece: Piece) -> Sequence[Piece]:
         """The pages of the store that have a piece."""
-        return piece.heads if piece.heads and self.direct is None else (piece,)
+        return (piece,) if self.is_whole else piece.heads or (piece,)
 
     def has(self, name: bytes, now: float) -> bool:
         """Returns whether the store probably has a page; in microseconds."""

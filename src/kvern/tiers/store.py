@@ -45,7 +45,8 @@ class Store(Protocol):
     it hangs, further pages are skipped. A method that raises counts as a failure for all names, and a store that fails
     three times in 10 s is off for a while.
 
-    A store may also have `evicted`, the pages that made room for others, and `is_read_only`: others put pages into it.
+    A store may also have `evicted`, the pages that made room for others, `is_read_only`: others put pages into it, and
+    `has_whole_pages`: these have all heads of a rank.
     """
 
     @property
@@ -120,6 +121,7 @@ STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(
         "valkey": "kvern.tiers.valkey:valkey",
         "valkeys": "kvern.tiers.valkey:valkeys",
         "mooncake": "kvern.tiers.mooncake:mooncake",
+        "nixl": "kvern.tiers.nixl:nixl",
     },
 )
 """Makers of stores by the KIND of an option KIND:REST, which take (REST, identity).
