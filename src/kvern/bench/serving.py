@@ -103,10 +103,17 @@ class Sender:
         self._body = dict(body)
 
     async def run(
-        self, samples: Sequence[Sample], arrivals: Sequence[float] | None = None, concurrency: int | None = None
+        self,
+        samples: Sequence[Sample],
+        arrivals: Sequence[float] | None = None,
+        concurrency: int | None = None,
+        ahead: bool = True,
     ) -> LoadRun:
-        """Sends each sample at its time in seconds from now (None: all now), at most `concurrency` at once."""
-        bodies = [self._encode(sample) for sample in samples]
+        """Sends each sample at its time in seconds from now (None: all now), at most `concurrency` at once.
+
+        With `ahead` all bodies are encoded before the first is sent, else each one shortly before its time.
+        """
+        bodies = [self._encode(sample) for sample in samples] if ahead else []
         gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
         done = tokens = 0
 
@@ -124,7 +131,9 @@ class Sender:
             began, busy = time.perf_counter(), time.process_time()
             async with asyncio.TaskGroup() as group:
                 tasks = []
-                for sample, body, at in zip(samples, bodies, arrivals or [0.0] * len(samples), strict=True):
+                for number, at in enumerate(arrivals or [0.0] * len(samples)):
+                    sample = samples[number]
+                    body = bodies[number] if ahead else self._encode(sample)
                     wait = began + at - time.perf_counter()
                     if wait > 0:
                         await asyncio.sleep(wait)

@@ -32,12 +32,12 @@ class Prompts:
         self.rng = rng
         self._as_text = vocabulary is None
         size = len(WORDS) if vocabulary is None else vocabulary
-        self._range = range(0 if vocabulary is None else min(1000, size // 2), size)
+        self.range = range(0 if vocabulary is None else min(1000, size // 2), size)
         """The range of ids; low ids are often special tokens and are left out."""
 
     def tokens(self, count: int) -> list[int]:
         """Returns random ids; for words, their numbers."""
-        return self.rng.choices(self._range, k=count)
+        return self.rng.choices(self.range, k=count)
 
     def sample(self, tokens: list[int], output_tokens: int, kind: str = "") -> Sample:
         """Returns a request with these tokens as its prompt."""

@@ -42,6 +42,11 @@ class ServeBench:
     workload: WORKLOAD | None = None
     """One of five predefined loads. --num-prompts, --request-rate and --burstiness change it, the data options do
     not."""
+    replay: str | None = None
+    """Load to repeat with the same arrivals, lengths and shared prefixes: a JSONL file of `kvern serve --record` or
+    Mooncake's form, or properties to draw it from, such as rate=16,input=lognormal:1024:0.8."""
+    speed: float = 1.0
+    """Times as fast as recorded, for --replay."""
     backend: Literal["openai", "vllm", "openai-chat"] = "openai"
     """The route: completions (openai and vllm are the same), or chat completions."""
     base_url: str | None = None
@@ -184,7 +189,7 @@ class ServeBench:
         found = {
             name: summarize(run, percents, limits, metrics, self.save_detailed, target) for name, run in parts.items()
         }
-        _print(f"{self.workload or self.dataset_name}, {entry['id']}, seed {seed}", found, metrics, percents)
+        _print(f"{self._name}, {entry['id']}, seed {seed}", found, metrics, percents)
         for name, part in found.items():
             for kind, error in part["errors"].items():
                 say(f"{name}: {error['count']} requests failed: {kind}: {error['first']}")
@@ -195,6 +200,10 @@ class ServeBench:
             self._save(found, {"model": entry["id"], "url": client.url, **told})
         return 0 if any(part["completed"] for part in found.values()) else 1
 
+    @property
+    def _name(self) -> str:
+        return "replay" if self.replay is not None else self.workload or self.dataset_name
+
     def _check(self) -> None:
         from kvern.bench.record import check_target
 
@@ -202,6 +211,11 @@ class ServeBench:
         check_least(self, "num_warmups", least=0)
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(f"random_range_ratio is {self.random_range_ratio:g}: it must be at least 0 and below 1")
+        if not 0 < self.speed < float("inf") or (self.speed != 1 and self.replay is None):
+            raise ConfigError(f"speed is {self.speed:g}: it must be above 0, and needs --replay")
+        for name in ("workload", "request_rate", "dataset_path"):
+            if self.replay is not None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} is {getattr(self, name)}: --replay has its own requests; drop one")
         if self.workload and self.max_concurrency:
             raise ConfigError(
                 f"max_concurrency is {self.max_concurrency}: workload {self.workload} has its own; drop one"
@@ -224,7 +238,7 @@ class ServeBench:
 
     def _body(self) -> dict[str, Any]:
         body = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
-        if self.ignore_eos or self.workload:
+        if self.ignore_eos or self.workload or self.replay is not None:
             body["ignore_eos"] = True
         try:
             extra = json.loads(self.extra_body)
@@ -235,16 +249,21 @@ class ServeBench:
         return {**body, **extra}
 
     async def _run(self, sender: Sender, entry: dict[str, Any], seed: int) -> dict[str, LoadRun]:
+        from kvern.bench.replay import Replay
         from kvern.bench.serving import arrival_times
         from kvern.bench.serving_data import Prompts
         from kvern.bench.serving_workloads import WORKLOADS, LoadSettings
 
         prompts = Prompts(None if sender.chat else self._vocabulary(entry), random.Random(seed))
         length = entry.get("max_model_len") or USUAL_LENGTH
+        if self.replay is not None:
+            replay = Replay(self.replay, self.num_prompts, prompts, seed, entry.get("max_model_len"))
+        if self.num_warmups and (self.workload or self.replay is not None):
+            await sender.run([prompts.sample(prompts.tokens(8), 8)] * self.num_warmups)
+        if self.replay is not None:
+            return await replay.run(sender, self.speed, self.max_concurrency)
         if self.workload:
             setting = LoadSettings(sender, prompts, length, self.num_prompts, self.request_rate, self.burstiness)
-            if self.num_warmups:
-                await sender.run([prompts.sample(prompts.tokens(8), 8)] * self.num_warmups)
             return await WORKLOADS[self.workload](setting)
         samples = self._samples(prompts, length)
         warmups, samples = samples[: self.num_warmups], samples[self.num_warmups :]
@@ -295,7 +314,8 @@ class ServeBench:
         given = dataclasses.asdict(self).items()
         options = {key: "inf" if value == float("inf") else value for key, value in given if key not in secrets}
         data = "workload", "dataset_name", "num_prompts", "request_rate", "burstiness", "max_concurrency", "backend"
-        shape = {name: options[name] for name in data} | {
+        replayed = () if self.replay is None else ("replay", "speed")
+        shape = {name: options[name] for name in (*data, *replayed)} | {
             name: value for name, value in options.items() if "_len" in name or name.startswith("random_")
         }
         metadata = _named(self.metadata, "metadata")
@@ -307,18 +327,19 @@ class ServeBench:
             conditions=server | metadata,
         )
         assert record.when is not None
+        whole = found.values() if self.workload else [found[self._name]]
         beside = {
             "date": record.when[:19].replace("-", "").replace(":", "").replace("T", "-"),
             "endpoint_type": self.backend,
             "backend": self.backend,
             "model_id": record.model,
-            "num_prompts": sum(part["completed"] + part["failed"] for part in found.values()),
+            "num_prompts": sum(part["completed"] + part["failed"] for part in whole),
             "request_rate": rate,
             "burstiness": self.burstiness,
             "max_concurrency": self.max_concurrency,
             "seed": server["seed"],
             **metadata,
-            **({"results": found} if self.workload else found[self.dataset_name]),
+            **({"results": found} if self.workload else found[self._name]),
         }
         path = self.result_dir / (self.result_filename or "")
         say(f"record: {write_record(record, path, beside, 'result_filename')}")

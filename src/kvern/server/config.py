@@ -102,7 +102,7 @@ class ServerConfig:
     """Share of requests that are traced, 0 to 1, beside those that fail and the slowest 1 %. What a client's
     `traceparent` header decides comes first."""
     record: str | None = None
-    """File, as FILE or FILE:SIZE (1GB), for the load, which `kvern simulate` reads: times, lengths and
+    """File, as FILE or FILE:SIZE (1GB), for the load, which `kvern bench serve --replay` repeats: times, lengths and
     hashes of prompts, no texts. One that is there becomes FILE.1."""
     log_requests: Literal["none", "summary", "prompts"] = "none"
     """Entries of the log for each request: none, a line without its content, or its body as well."""
