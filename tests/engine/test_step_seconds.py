@@ -91,8 +91,18 @@ def test_time_between_steps_is_that_of_the_host_or_of_what_was_waited_for() -> N
     clocked.step(StepLoad(), 4.0)
     found = clocked.spent
     waits = {cause: found[cause] for cause in ("idle", "host", "grammar", "tier")}
-    assert waits == pytest.approx({"idle": 5.0, "host": 1.5, "grammar": 0.5, "tier": 4.0})
+    assert waits == pytest.approx({"idle": 5.0, "host": 1.0, "grammar": 0.5, "tier": 4.5})
     assert sum(found.values()) == pytest.approx(13.0)
+
+
+def test_time_between_steps_that_only_look_for_what_a_tier_loads_is_the_tier_s() -> None:
+    clocked = Clocked()
+    for _ in range(3):
+        clocked.now += 0.5
+        clocked.step(StepLoad(), 0.1)
+        clocked.now += 1.0
+        clocked.seconds.rests("tier")
+    assert clocked.spent == pytest.approx({"tier": 4.8})
 
 
 def test_a_step_that_had_ended_before_it_was_awaited_took_what_is_estimated() -> None:

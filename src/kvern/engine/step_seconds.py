@@ -4,6 +4,7 @@
     submit             |-- host, tier, grammar ... --|
     result                                           |-- the step: weights, keys, products, collectives --|
 
+A step without rows only loads or saves, and what passes before it is the tier's, too: nothing else was to be done.
 Steps end in the order in which they began. A step's time begins at the end of the one before, or when it was submitted
 if that was later; what is between two steps is the host's. The end of a step whose result was ready before it was
 awaited, while others could be in flight, is estimated.
@@ -78,10 +79,10 @@ class StepSeconds:
     def began(self, load: StepLoad, lack: Lack | None = None) -> None:
         """A step is about to be submitted, while the best waiting request has this `lack`."""
         now = self._clock()
+        is_empty = not load.rows and not load.encoding
         if not self._begun:
-            self.spent[HOST] += now - self._until
-            self._until = now
-        if not load.rows and not load.encoding:
+            self._pass(TIER if is_empty else HOST, now)
+        if is_empty:
             self._begun.append((None, TIER, now, 0))
         elif self._factors is None:
             self._begun.append((None, LACKS.get(lack, STEP), now, load.rows))
