@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.engine.engine import Engine
+from kvern.engine.step_ring import StepRing, read_steps
 from kvern.errors import ConfigError, EngineDied
 from kvern.models.loader import LoadOptions, load_model
 from kvern.models.registry import spec_from_config
@@ -202,6 +204,24 @@ def test_requests_at_home_answer_as_in_one_process(alone: LLM, ranked: LLM) -> N
     executor: Any = core_of(ranked)._executor
     assert executor._balance._placements != executor._worker.expert_placements(), "experts have moved"
     assert (statistics.running, statistics.waiting) == (0, 0)
+
+
+def test_the_time_of_all_ranks_has_causes_and_their_steps_are_seen(ranked: LLM, tmp_path: Path) -> None:
+    core: Any = core_of(ranked)
+    core._ring = StepRing(tmp_path / "ring")
+    began, before = time.monotonic(), ranked.statistics()
+    answers(ranked)
+    after, took = ranked.statistics(), time.monotonic() - began
+    spent = [later - earlier for later, earlier in zip(after.seconds, before.seconds, strict=True)]
+    assert min(spent) >= 0 and sum(spent) == pytest.approx(took, rel=0.2), "not once for each rank"
+    assert max(spent[:-1]) > 0
+    earlier, later = (sum(ranked.statistics().seconds) for _ in range(2))
+    assert earlier < later, "it is idle meanwhile"
+    steps = read_steps(tmp_path / "ring")
+    assert sum(step.tokens for step in steps) == after.computed_tokens - before.computed_tokens
+    assert sum(step.rows for step in steps) == after.scheduled - before.scheduled
+    assert all(step.seconds > 0 and step.spent[-1] >= before.seconds[-1] for step in steps)
+    core._ring = None
 
 
 def test_a_prompt_goes_where_it_is_cached_and_others_where_less_is_to_be_done(ranked: LLM) -> None:

@@ -6,7 +6,9 @@ A turn is one step of all ranks: each schedules for itself, and their experts co
 which is this process, calls the turns, and its own core is asked without messages.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from kvern.cache.journal import NameLedger
@@ -15,7 +17,7 @@ from kvern.engine.core import EngineCore
 from kvern.engine.loop import EngineLoop, refused
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import EngineDied
-from kvern.request.events import EngineStatistics, TokenEvent, all_together
+from kvern.request.events import CAUSES, EngineStatistics, TokenEvent, all_together
 from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.runner.ranks.rank_executors import DPAttentionExecutor
 from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses
@@ -25,6 +27,10 @@ from kvern.serving.prefix_record import PrefixRecord, answer_tokens
 if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.runner.ranks.experts import LayerCounts
+
+
+IDLE = CAUSES.index("idle")
+NONE = (0.0,) * len(CAUSES)
 
 
 def take_turn(core: EngineCore, executor: DPAttentionExecutor, message: TakeTurn) -> list[TokenEvent]:
@@ -158,6 +164,11 @@ class DPAttentionCore(EngineLoop):
         self._ranks = ranks
         self._seconds = seconds
         self._watch = watch
+        self._ring = None if watch is None else watch.ring
+        self._until = time.monotonic()
+        """The end of the last turn."""
+        self._told = [0.0] * len(CAUSES)
+        """The seconds of each cause, as they were told last."""
         self._is_broken = False
         self._digests: dict[int, bytes] = {}
         """The digests of the adapters that requests may use, by their keys."""
@@ -199,6 +210,8 @@ class DPAttentionCore(EngineLoop):
         if self._watch is not None:
             self._watch.began([name for rank in self._ranks for name in rank.answer_ids])
         first, *others = self._ranks
+        began = time.monotonic()
+        before = self._sum("computed_tokens"), self._sum("scheduled")
         self._executor.begin_turn()
         self._others.send_each([rank.take() for rank in others])
         own = take_turn(self._core, self._executor, first.take())
@@ -207,10 +220,29 @@ class DPAttentionCore(EngineLoop):
             events += rank.hear(taken.events, taken.statistics, taken.has_work)
         if self._watch is not None:
             self._watch.ended()
+        self._until = time.monotonic()
+        if self._ring is not None:
+            last = self._until, self._until - began, self._sum("computed_tokens") - before[0]
+            counts = self._sum("scheduled") - before[1], self._sum("waiting"), self._sum("generation_tokens")
+            self._ring.write(last, counts, self._spent())
         return events
 
+    def _sum(self, counter: str) -> int:
+        return sum(getattr(rank.statistics, counter) for rank in self._ranks)
+
+    def _spent(self) -> Sequence[float]:
+        """The seconds of each cause of a rank on average, so that they add up to the time."""
+        each = [rank.statistics.seconds for rank in self._ranks]
+        spent = [sum(seconds) / len(each) for seconds in zip_longest(*each, NONE, fillvalue=0.0)]
+        if not self.has_work:
+            spent[IDLE] += time.monotonic() - self._until
+        self._told = [*map(max, self._told, spent)]  # a rank tells of its time now and then, and later
+        return self._told
+
     def statistics(self) -> EngineStatistics:
-        return all_together([rank.statistics for rank in self._ranks])
+        together = all_together([rank.statistics for rank in self._ranks])
+        together.seconds = tuple(self._spent())
+        return together
 
     def watch_cache(self, wanted: bool) -> None:
         self._ledger = NameLedger() if wanted else None
