@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.core_timing import CoreTiming
 from kvern.engine.queues import POLICIES
 from kvern.engine.recorder import Recorder
 from kvern.engine.scheduler import Scheduler, SchedulerLimits

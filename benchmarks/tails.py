@@ -16,7 +16,8 @@ from typing import Any
 from kvern.bench.percentile import percentile
 from kvern.bench.serving import arrival_times
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.core_timing import CoreTiming
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits

@@ -106,6 +106,9 @@ class EngineConfig:
     enable_sleep: bool = False
     """Let the engine give back the memory of a GPU while its model is asleep; several models in one server have it by
     themselves. On a CPU every engine can."""
+    elastic_kv_cache: bool = False
+    """Take and give back the memory of the KV cache in chunks while the engine runs: several models in one server agree
+    on it by themselves. No effect on a GPU."""
     block_size: int = 16
     """Tokens in one block of the paged cache."""
     prefix_cache: bool = True

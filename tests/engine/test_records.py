@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.core_timing import CoreTiming
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler
 from kvern.request.record import MOST_CHUNKS, RequestRecord, Wait

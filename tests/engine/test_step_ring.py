@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvern.engine import step_ring
-from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.core_timing import CoreTiming
 from kvern.engine.step_ring import SIZE, STEP, STEPS, StepRing, make_ring, read_steps, ring_path
 from kvern.engine.step_watch import RunningFile, StepWatch
 from kvern.request.events import CAUSES

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,7 @@ def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
 def test_a_model_without_a_name_comes_first_and_keeps_its_options() -> None:
     engine = EngineConfig("kvern-12m", device="cpu", adapters={"fox": "/fox"}, max_model_len=256)
     first, second = served_models(engine, {"small": "kvern-1m"}, None)
-    assert first.engine is engine and first.names == ["kvern-12m", "fox"]
+    assert first.engine == replace(engine, elastic_kv_cache=True) and first.names == ["kvern-12m", "fox"]
     assert (second.names, second.engine.max_model_len, second.engine.adapters) == (["small"], 256, {})
 
 

@@ -28,22 +28,36 @@ class PoolMachine(RuleBasedStateMachine):
     """The pool beside a counter of owners."""
 
     CAPACITY = 6
+    CHUNK = 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.CAPACITY)
+        self.pool = BlockPool(self.CAPACITY, self.CHUNK)
         self.owners: Counter[int] = Counter()
+        self.size = self.CAPACITY
 
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
-        free = self.CAPACITY - len(self.owners)
+        free = self.size - len(self.owners)
         if count > free:
-            with pytest.raises(IndexError, match=f"{count} blocks were asked for and {free} of 6 are free"):
+            with pytest.raises(IndexError, match=f"{count} blocks were asked for and {free} of {self.size} are free"):
                 self.pool.allocate(count)
         else:
             blocks = self.pool.allocate(count)
             assert len(set(blocks)) == count and not self.owners.keys() & set(blocks)
+            low = [block for block in range(self.CHUNK) if not self.owners[block] and block not in blocks]
+            assert not low or max(blocks, default=0) < self.CHUNK, "low numbers come first"
             self.owners.update(blocks)
+
+    @rule(chunks=st.integers(0, 3))
+    def resize(self, chunks: int) -> None:
+        if chunks in (1, 2) and max(self.owners, default=0) < chunks * self.CHUNK:
+            self.pool.resize(chunks)
+            self.size = min(chunks * self.CHUNK, self.CAPACITY)
+        else:
+            with pytest.raises(ValueError, match=f"{chunks} chunks of blocks"):
+                self.pool.resize(chunks)
+        assert self.pool.used_chunks == -(-(1 + max(self.owners, default=-1)) // self.CHUNK)
 
     @rule(block=st.integers(0, CAPACITY - 1))
     def share(self, block: int) -> None:
@@ -66,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.free_count == self.CAPACITY - len(self.owners)
+        assert (self.pool.capacity, self.pool.free_count) == (self.size, self.size - len(self.owners))
         assert [self.pool.references(block) for block in range(self.CAPACITY)] == [
             self.owners[block] for block in range(self.CAPACITY)
         ]
@@ -100,6 +114,7 @@ class CacheMachine(RuleBasedStateMachine):
         whole=st.booleans(),
         page_blocks=st.integers(1, 3),
         lies=st.sampled_from((0.0, 0.0, 0.3)),
+        chunk=st.sampled_from((0, 1, 3)),
     )
     def start(
         self,
@@ -112,6 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
         whole: bool,
         page_blocks: int,
         lies: float,
+        chunk: int,
     ) -> None:
         states = states if window is None else 0
         columns, self.whole = -(-LIMIT // block_size), whole or window is None
@@ -119,7 +135,8 @@ class CacheMachine(RuleBasedStateMachine):
         if window is not None and not whole:
             window = replace(window, positions=columns + spare)
         self.tier = None if kept is None else SimulatedTier(kept, lies)
-        self.cache = make_cache(blocks, block_size, prefix_cache, self.tier, states, window, page_blocks)
+        tier, pool = self.tier, BlockPool(blocks, chunk)
+        self.cache = make_cache(pool, block_size, prefix_cache, tier, states, window, page_blocks)
         self.windows, self.pool = self.cache.extension(WindowedBlocks), self.cache.extension(StatePool)
         self.states: list[object] = [None] * states
         """The key of all tokens before this one, as `key`; () at the beginning."""
@@ -352,6 +369,22 @@ class CacheMachine(RuleBasedStateMachine):
         tree.evict(count)
         assert size - tree.size == len(oldest) and self.cache.available_count == available
         assert not set(oldest) & set(tree._unused), "not the least recently used went"
+
+    @rule(share=st.floats(0, 1))
+    def resize(self, share: float) -> None:
+        """Have that share of all chunks, or as few as running requests allow; the others lose their memory."""
+        pool, tree = self.cache.memory, self.cache.tree
+        chunks = max(1, round(share * pool.most_chunks))
+        kept = [node for node in tree.nodes() if node.users]
+        beyond = self.cache.beyond(chunks, self.running)
+        reached = self.cache.resize(chunks)
+        assert reached == pool.chunks >= chunks and all(node in set(tree.nodes()) for node in kept)
+        if not self.running and not self.loading:
+            assert reached == chunks
+        if self.windows is None and not self.loading:
+            assert bool(beyond) == (reached > chunks)
+        for block in range(pool.capacity, pool.most):
+            self.memory[block] = [None] * self.cache.block_size
 
     @invariant()
     def agrees(self) -> None:

@@ -42,6 +42,7 @@ def setups(draw: st.DrawFn) -> Setup:
         drafts=draw(st.sampled_from((0, 0, 1, 4))),
         on_device=draw(st.booleans()),
         step_rows=draw(st.sampled_from((0, 0, 1, 3, 6))),
+        chunk=draw(st.sampled_from((0, 1, 2))),
     )
     setup = with_stages(setup, draw(st.sampled_from((1, 1, 1, 2, 3))))
     setup = with_states(setup, draw(st.sampled_from((None, None, 0, 1, 8))))
@@ -143,6 +144,10 @@ class EngineMachine(RuleBasedStateMachine):
         alive = self.engine.alive
         self.engine.clash(*(alive[place % len(alive)] for place in places))
 
+    @rule(share=st.floats(0, 1))
+    def resize(self, share: float) -> None:
+        self.engine.resize(share)
+
     @rule(count=st.integers(1, 8))
     def evict(self, count: int) -> None:
         before = self.engine.cache.available_count
@@ -179,6 +184,8 @@ def random_life(setup: Setup, seed: int, arrivals: int = 40, faults: float = 0.1
             arrivals -= 1
         if engine.alive and dice.random() < faults / 10:
             engine.clash(dice.choice(engine.alive), dice.choice(engine.alive))
+        if setup.chunk and dice.random() < 0.1:
+            engine.resize(dice.random())
         if engine.alive and dice.random() < 0.03:
             engine.finish(dice.choice(engine.alive))
         engine.step()
@@ -214,4 +221,5 @@ def random_setup(seed: int) -> Setup:
         step_rows=dice.choice((0, 0, 1, 3, 6)),
     )
     setup = with_states(setup, dice.choice((None, None, 0, 1, 8)))
-    return with_window(setup, dice.choice((None, None, (1, 1), (3, 2), (9, 1))), dice.random() < 0.3)
+    setup = with_window(setup, dice.choice((None, None, (1, 1), (3, 2), (9, 1))), dice.random() < 0.3)
+    return replace(setup, chunk=dice.choice((0, 1, 2)))

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+from kvern.cache.block_pool import BlockPool
 from kvern.cache.manager import KVCacheManager, MakeExtension
 from kvern.cache.messages import PageLoad, StateMessage, TierIndex, TierMessage, WindowLimits, WindowMessage
 from kvern.cache.states import StatePool
@@ -77,6 +78,8 @@ class Setup:
     """All layers have that window: nothing is stored in the blocks of the first block table."""
     spans: bool = False
     """Neighbouring tokens that are 2 are a span of their prompt."""
+    chunk: int = 0
+    """Blocks of a chunk of memory; 0: the cache keeps its size."""
     accuracy: float = 0.7
     """The probability that a draft is right."""
 
@@ -112,7 +115,8 @@ class Setup:
         return tuple(span for span in found if span[1] - span[0] > 1)
 
     def cache(self, tier: TierIndex | None) -> KVCacheManager:
-        return make_cache(self.blocks, self.size, self.prefix_cache, tier, self.states, self.window, self.page_blocks)
+        pool = BlockPool(self.blocks, self.chunk if self.paged else 0)
+        return make_cache(pool, self.size, self.prefix_cache, tier, self.states, self.window, self.page_blocks)
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -124,7 +128,7 @@ class Setup:
 
 
 def make_cache(
-    blocks: int,
+    blocks: int | BlockPool,
     block_size: int,
     prefix_cache: bool = True,
     tier: TierIndex | None = None,
@@ -132,7 +136,8 @@ def make_cache(
     window: WindowLimits | None = None,
     page_blocks: int = 1,
 ) -> KVCacheManager:
-    """A cache with those of the extensions that are wanted."""
+    """A cache with those of the extensions that are wanted, of so many blocks, or of a pool like this."""
+    pool = BlockPool(blocks) if isinstance(blocks, int) else blocks
     extensions: list[MakeExtension] = []
     if window is not None:
         extensions.append(partial(WindowedBlocks, window))
@@ -141,7 +146,8 @@ def make_cache(
     if tier is not None and prefix_cache:
         extensions.append(partial(TierTraffic, tier, page_blocks))
     positions = 0 if window is None else window.positions
-    return KVCacheManager(blocks, block_size, prefix_cache, extensions=extensions, positions=positions)
+    chunk = pool.chunk if pool.most_chunks > 1 else 0
+    return KVCacheManager(pool.most, block_size, prefix_cache, extensions=extensions, positions=positions, chunk=chunk)
 
 
 def first_key(request: Request) -> int:

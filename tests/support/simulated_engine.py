@@ -10,7 +10,8 @@ from typing import Any
 
 from kvern.cache.states import StatePool
 from kvern.cache.windows import WindowedBlocks
-from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.core_timing import CoreTiming
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.recorder import Recorder
@@ -185,6 +186,27 @@ class SimulatedEngine:
     def abandon(self) -> None:
         """The executor's side: all steps are lost."""
         self.device.abandon()
+
+    def map_cache(self, blocks: int) -> int:
+        """The executor's side: other blocks have no memory any more. Some chunks fail to get theirs."""
+        memory = self.cache.memory
+        if blocks > memory.capacity:
+            blocks = memory.blocks_in(self._dice.randint(memory.chunks, -(-blocks // memory.chunk)))
+        for block in range(blocks, len(self.device.memory)):
+            self.device.memory[block] = [None] * self.setup.size
+        return blocks
+
+    def resize(self, share: float) -> None:
+        """Have that share of the chunks that one sequence does not need, and those that it needs."""
+        memory = self.cache.memory
+        least = -(-(self.setup.blocks - self.setup.spare_blocks) // memory.chunk)
+        chunks, before = least + round(share * (memory.most_chunks - least)), memory.chunks
+        reached, events = self.core.resize_cache(chunks)
+        for event in events:
+            self._hear(event)
+        assert reached == memory.chunks
+        assert min(before, chunks) <= reached <= max(before, chunks)
+        self.check()
 
     def finish(self, request: Request, reason: FinishReason = "abort") -> None:
         """End a request from outside, as a client that leaves or a stop string does."""

@@ -38,6 +38,9 @@ class AttentionBackend(Protocol[Batch]):
     caches: list[torch.Tensor]
     """The cache of each layer."""
 
+    pools: list[torch.Tensor]
+    """The memory behind them, [parts, blocks, ...] each: all that belongs to a block of the pool."""
+
     captures: bool
     """A planned step of decodes may be captured in a CUDA graph: it reads what it needs from the batch's tensors."""
 

@@ -36,7 +36,7 @@ class CompiledAttention:
         if one_cache:
             groups = replace(groups, places=[0] * len(layers), owners=[0])
         self.tables = list(groups.tables)
-        self._pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype)
+        self.pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype)
         self.layer_scales = [None] * len(layers) if eight_bit is None else list(eight_bit.scales)
         self.layers = [
             CachedLayer(
@@ -60,7 +60,7 @@ class CompiledAttention:
         ]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self._pools, copies)
+        copy_cache_blocks(self.pools, copies)
 
     def plan(self, batch: InputBatch) -> "CompiledAttend":
         requests = torch.tensor([batch.slots, batch.starts, batch.counts])

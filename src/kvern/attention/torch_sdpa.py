@@ -64,7 +64,7 @@ def keys_behind(lengths: Sequence[int], block_size: int) -> torch.Tensor:
 
 
 class Kind(NamedTuple):
-    """What decides which keys a layer sees: its block table, its window, and whether it has spans."""
+    """The choice of which keys a layer sees: its block table, its window, and whether it has spans."""
 
     table: int
     window: int | None
@@ -148,7 +148,7 @@ class TorchAttention:
         token_bytes = max(layer.stored * layer.width for layer in layers) * self._dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
-        self._pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype, device)
+        self.pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype, device)
         self._stores = [tuple(map(LayerStore.of, stored)) for stored in self.caches]
 
     def scales(self, layer: int) -> torch.Tensor | None:
@@ -156,7 +156,7 @@ class TorchAttention:
         return None if self._eight_bit is None else self._eight_bit.scales[layer]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        copy_cache_blocks(self._pools, copies)
+        copy_cache_blocks(self.pools, copies)
 
     def plan(self, batch: InputBatch) -> "TorchAttend":
         tables = [batch.block_table, *(table for table, _ in batch.windows)]

@@ -98,7 +98,7 @@ class Allocation:
         counted = 0
         for pool in {self._pool, self._memory}:
             pool.check_integrity()
-            counted += sum(pool.references(block) for block in range(pool.capacity))
+            counted += sum(pool.references(block) for block in range(pool.most))
         assert references == counted, f"{references} references are known and {counted} are counted"
 
 

@@ -59,17 +59,19 @@ class KVCacheManager:
         identity: bytes = b"",
         extensions: Sequence[MakeExtension] = (),
         positions: int = 0,
+        chunk: int = 0,
     ) -> None:
         """`identity` names the model in content keys, which name blocks outside of the process.
 
         `positions`: of a model whose layers all have a window, how many blocks the prefix tree has; these are only
         numbers, and the `capacity` blocks of memory belong to an extension. 0: the prefix tree has the memory.
+        `chunk`: of so many blocks are the chunks in which the capacity may change; 0: it stays.
 
         Raises ValueError for extensions that cannot be used together.
         """
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self._memory = memory = BlockPool(capacity)
+        self._memory = memory = BlockPool(capacity, chunk)
         self.pool = BlockPool(positions) if positions else memory
         self.tree = RadixCache(self.pool, block_size, identity)
         self.extensions: list[CacheExtension] = []
@@ -114,6 +116,41 @@ class KVCacheManager:
     def usage(self) -> float:
         """The share of the blocks that running requests hold; what is only cached can be evicted."""
         return 1 - self._blocks.available(self._memory) / self._memory.capacity
+
+    @property
+    def memory(self) -> BlockPool:
+        """The blocks that take memory."""
+        return self._memory
+
+    @property
+    def tables(self) -> Sequence[int]:
+        """The block tables of requests, and those of each extension."""
+        return self._blocks.tables
+
+    def beyond(self, chunks: int, running: Iterable[Request]) -> list[Request]:
+        """Returns the running requests with blocks beyond so many chunks, as far as that is known."""
+        if self._memory.used_chunks <= chunks:
+            return []
+        limit = chunks * self._memory.chunk
+        return [one for one in running if self._has_windows or any(block >= limit for block in one.block_ids)]
+
+    def resize(self, chunks: int) -> int:
+        """Have so many chunks of memory, or more if blocks of others are in use; returns how many.
+
+        What is cached in others is lost.
+        """
+        if self._memory.used_chunks > chunks:
+            if self._has_windows:
+                self.tree.clear()
+            else:
+                self.tree.evict_from(chunks * self._memory.chunk)
+        self._memory.resize(max(chunks, self._memory.used_chunks))
+        return self._memory.chunks
+
+    @property
+    def _has_windows(self) -> bool:
+        """True if blocks of an extension take the same memory."""
+        return any(extension.pool is self._memory for extension in self.extensions)
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that hold `tokens` positions."""

@@ -196,19 +196,27 @@ class RadixCache:
             if leaf.parent is not None and leaf.parent.parent is None and not leaf.parent.children:
                 self._roots = {name: root for name, root in self._roots.items() if root is not leaf.parent}
 
+    def evict_from(self, block: int) -> None:
+        """Free blocks of this number and higher ones, with all that follows them, but for those that are in use."""
+        for node in [node for node in self._unused if node.block >= block]:
+            if node in self._unused:  # it did not follow one before
+                self._remove_all([node])
+        self._roots = {name: root for name, root in self._roots.items() if root.children}
+
     def drop_namespace(self, namespace: bytes) -> None:
         """Forget a namespace none of whose nodes is in use."""
-        root = self._roots.get(namespace)
-        if root is None:
-            return
-        pending, nodes = list(root.children.values()), []
+        if (root := self._roots.pop(namespace, None)) is not None:
+            self._remove_all([*root.children.values()])
+
+    def _remove_all(self, pending: list[Node]) -> None:
+        """Remove nodes that nobody uses, and all that follow them."""
+        nodes = []
         while pending:
             node = pending.pop()
             nodes.append(node)
             pending.extend(node.children.values())
         for node in reversed(nodes):
             self._remove(node)
-        self._roots.pop(namespace, None)
 
     def rename(self, namespace: bytes, name: bytes) -> None:
         """Let a namespace begin anew: what it has is that of another `name`, which is new, until it is evicted."""

@@ -110,6 +110,13 @@ class SleepingMemory:
         _whole(lambda file, memory, offset: os.preadv(file, [memory], offset), self._file.fileno(), piece)
 
 
+def give_back(tensor: Tensor) -> None:
+    """Gives the whole pages of a tensor, which has no gaps, back to the system; they are zeros when they are used."""
+    span = _pages(tensor.data_ptr(), tensor.nbytes)
+    if span.size > 0:
+        _madvise(span.address, span.size, mmap.MADV_DONTNEED)
+
+
 def _whole(move: Callable[[int, memoryview, int], int], file: int, span: Span) -> None:
     """Move all bytes between memory and file, of which a call may move a part."""
     moved = 0

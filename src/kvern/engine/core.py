@@ -11,23 +11,22 @@ that raises stands alone and ends (`engine/trial.py`). The others lose nothing b
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvern.drafting.drafting import Drafting
+from kvern.engine.cache_forecast import CacheForecast
+from kvern.engine.core_timing import DEFAULT_TIMING, CoreTiming
 from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.pace import Pace
-from kvern.engine.recorder import Recorder
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
 from kvern.engine.step_load import load_of
 from kvern.engine.step_seconds import StepSeconds
-from kvern.engine.step_watch import StepWatch
 from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from kvern.adapters.peft import Adapter
     from kvern.cache.journal import NameLedger
     from kvern.engine.beams import Beams
-    from kvern.engine.layer_seconds import LayerSeconds
     from kvern.planning.estimate import StepFactors
     from kvern.request.step import StepResult
     from kvern.runner.executor import Executor
@@ -52,28 +50,6 @@ PREPARING_SECONDS = 0.01
 """Seconds that an idle engine waits for a grammar before it looks for messages."""
 HAND_OVER_SECONDS = 1.0
 """Seconds after which a prompt is handed over though a store does not have all of it, as one that is full."""
-
-
-class CoreTiming(NamedTuple):
-    """The clocks of a core, so that a simulation may have its own time."""
-
-    pace: Pace | None = None
-    """The seconds that steps with decodes should take; None: however long."""
-    watch: StepWatch | None = None
-    """What is told the ids of a step's requests, before it begins."""
-    clock: Callable[[], float] = time.monotonic
-    """Seconds, from any moment on."""
-    sleep: Callable[[float], None] = time.sleep
-    """Waits for so many seconds."""
-    factors: "Callable[[], StepFactors | None]" = lambda: None
-    """Makes, in an idle moment, the estimates of the parts of steps; None: nobody knows how fast this machine is."""
-    recorder: Recorder | None = None
-    """Makes the records that the last events of answers have; None: they have none."""
-    layers: "LayerSeconds | None" = None
-    """Adds up the times of the parts of steps that are measured; None: none is."""
-
-
-DEFAULT_TIMING = CoreTiming()
 
 
 class EngineCore(EngineLoop):
@@ -126,6 +102,9 @@ class EngineCore(EngineLoop):
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics(target_itl=self._pace.target)
         self._trial = Trial()
+        self._forecast = None
+        if scheduler.cache.memory.most_chunks > 1:
+            self._forecast = CacheForecast(scheduler, timing.clock)
 
     @property
     def has_work(self) -> bool:
@@ -269,9 +248,7 @@ class EngineCore(EngineLoop):
         return self.executor.weights_found()
 
     def take_weights(self, version: str, keep: bool) -> list[TokenEvent]:
-        events = []
-        while self._in_flight:
-            events += self._collect_oldest()
+        events = self._collect_all()
         self.executor.take_weights()
         self._weights = weights_prefix(version)
         self.scheduler.renew(keep)
@@ -281,6 +258,15 @@ class EngineCore(EngineLoop):
 
     def drop_weights(self) -> None:
         self.executor.drop_weights()
+
+    def resize_cache(self, chunks: int) -> tuple[int, list[TokenEvent]]:
+        events, memory = self._collect_all(), self.scheduler.cache.memory
+        if chunks <= memory.chunks:
+            self.scheduler.resize(chunks)
+            self.executor.map_cache(memory.capacity)
+        else:
+            self.scheduler.resize(-(-self.executor.map_cache(memory.blocks_in(chunks)) // memory.chunk))
+        return memory.chunks, events
 
     def _forget_unused(self) -> None:
         if not self._unloading:
@@ -352,6 +338,13 @@ class EngineCore(EngineLoop):
                 self._rest()
             return []
         return self._collect_oldest()
+
+    def _collect_all(self) -> list[TokenEvent]:
+        """Wait for all steps in flight."""
+        events = []
+        while self._in_flight:
+            events += self._collect_oldest()
+        return events
 
     def _collect_oldest(self) -> list[TokenEvent]:
         """Wait for the oldest step in flight. Raises what breaks the executor itself."""
@@ -502,6 +495,8 @@ class EngineCore(EngineLoop):
             self._seconds.rests("idle")
         self._seconds.report(self._counted, works)
         self.scheduler.cache.count(self._counted)
+        if self._forecast is not None:
+            self._forecast.report(self._counted)
         self._counted.preemptions = self.scheduler.preemption_count
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._counted.waiting += len(self._held)

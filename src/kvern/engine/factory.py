@@ -17,7 +17,8 @@ from kvern.cpu.cores import available_memory
 from kvern.drafting.drafting import Drafting
 from kvern.drafting.models.choice import draft_folder
 from kvern.drafting.proposer import PROPOSERS
-from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.core_timing import CoreTiming
 from kvern.engine.image_pool import image_pool, vision_here
 from kvern.engine.layer_seconds import LayerSeconds
 from kvern.engine.loop import EngineLoop
@@ -266,7 +267,9 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: "Ti
     sizes = layout.blocks, layout.block_size
     positions = layout.positions if layout.window_tables else 0
     identity = b"" if tier is None else tier.identity
-    cache = KVCacheManager(*sizes, config.prefix_cache, identity, extensions, positions)
+    cache = KVCacheManager(*sizes, config.prefix_cache, identity, extensions, positions, layout.chunk)
+    if layout.chunk:
+        cache.resize(layout.least_chunks)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 

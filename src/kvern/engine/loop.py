@@ -89,6 +89,13 @@ class EngineLoop(ABC):
         """Take the memory again."""
         raise NotImplementedError
 
+    def resize_cache(self, chunks: int) -> tuple[int, list[TokenEvent]]:
+        """Have so many chunks of KV cache from the next step on, or more if blocks of others are in use.
+
+        Fewer if there is no memory for them. Returns how many, and what steps on their way have done.
+        """
+        raise NotImplementedError("the cache is in one piece")
+
     def watch_cache(self, wanted: bool) -> None:  # noqa: B027 (an encoder caches nothing)
         """Keep the ledger of cached prefixes from now on, a new one that has them all, or no more."""
 

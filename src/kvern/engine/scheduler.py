@@ -19,6 +19,7 @@ An adapter's place on the device is the one thing that others pass by: while a r
 an adapter continue, because they need no such place, and requests with an adapter wait for their turn.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,10 @@ from kvern.request.step import BlockCopy, Fork, NewRequest, ScheduledTokens, Sch
 
 PREFETCHED = 4
 """So many waiting requests are looked at while they wait."""
+
+
+LENGTHS = 64
+"""The number of answers whose lengths are remembered."""
 
 
 class PendingForks:
@@ -98,6 +103,8 @@ class Scheduler:
         self._recorder: Recorder | None = None
         self._batch_open = True  # a static batch takes requests until slots, blocks or the queue are exhausted
         self.by_id: dict[str, Request] = {}  # of all that have not ended
+        self.lengths: deque[int] = deque(maxlen=LENGTHS)
+        """The tokens of the last answers that have ended."""
         self._crowded: Request | None = None  # a span of its prompt has waited a step for a free budget
         self._awaited: set[Request] = set()  # waiting requests of which a step in flight samples something
         self._allowed: frozenset[str] | None = None
@@ -131,6 +138,8 @@ class Scheduler:
             member.answer.finish_reason = reason
             member.answer.stop_reason = stop_reason
             self.forget(member)
+        if reason != "abort":
+            self.lengths.append(request.output_length)
 
     def update(self, request: Request, token_ids: list[int], sampled: int, unused: int = 0) -> bool:
         """Append the kept tokens of `sampled` ones, without `unused` ones after a stop; returns whether it is full."""
@@ -209,6 +218,16 @@ class Scheduler:
         self.waiting.loaded(self.waiting)
         self.adapters.clear()
 
+    def resize(self, chunks: int) -> int:
+        """Let the KV cache have so many chunks of memory, or more if others are in use; returns how many.
+
+        No step is in flight. Requests with blocks in others lose their places, and all of their unit.
+        """
+        units = {request.unit for request in self.cache.beyond(chunks, self.running)}
+        for request in [one for one in self.running if one.unit in units]:
+            self._preempt(request)
+        return self.cache.resize(chunks)
+
     def renew(self, keep: bool) -> None:
         """Later steps compute with other weights; none is in flight.
 
@@ -271,7 +290,7 @@ class Scheduler:
         budget.take(start, self._advance(request, request.remaining_tokens, count, output))
 
     def _chunk(self, request: Request, budget: StepBudget) -> int:
-        """How much of a prompt the step computes, no span in part; one that does not fit is first in the next step."""
+        """Returns how much of a prompt the step computes: whole spans; one that does not fit is first in the next."""
         start, fewest = self._least(request)
         until = self.cache.until(request)
         if not until:
@@ -283,7 +302,7 @@ class Scheduler:
         return cut(request.spec.prompt.spans, start + count) - start
 
     def _least(self, request: Request) -> tuple[int, int]:
-        """Where a prompt goes on, and the fewest tokens that a step computes from there."""
+        """Returns where a prompt goes on, and the fewest tokens that a step computes from there."""
         spans, start = request.spec.prompt.spans, request.num_computed_tokens
         if spans and request.state is not State.RUNNING:
             start = self.cache.cached_tokens(request, self.step)

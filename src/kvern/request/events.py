@@ -83,7 +83,18 @@ class EngineSeconds(msgspec.Struct, array_like=True, gc=False):
     """The time of steps relative to what is usual for such steps; 0: that is not known."""
 
 
-class EngineStatistics(EngineSeconds, array_like=True, gc=False):
+class CacheSize(EngineSeconds, array_like=True, gc=False):
+    """The size of a KV cache that changes while the engine runs, in chunks of its memory, at present."""
+
+    cache_chunks: int = 0
+    """The chunks that it has; 0: it does not change."""
+    cache_held: int = 0
+    """As many as requests hold that run, if they were full."""
+    cache_wanted: int = 0
+    """As many as these and waiting ones will need to their ends, by a forecast."""
+
+
+class EngineStatistics(CacheSize, array_like=True, gc=False):
     """Counters since the engine started; `running`, `waiting` and `kv_cache_usage` are current values."""
 
     requests: int = 0
@@ -116,7 +127,17 @@ class EngineStatistics(EngineSeconds, array_like=True, gc=False):
 
     def at_the_end(self) -> "EngineStatistics":
         """Returns the counters of an engine that has ended, without its current values."""
-        return replace(self, running=0, waiting=0, kv_cache_usage=0.0, target_itl=0.0, step_time_ratio=0.0)
+        return replace(
+            self,
+            running=0,
+            waiting=0,
+            kv_cache_usage=0.0,
+            target_itl=0.0,
+            step_time_ratio=0.0,
+            cache_chunks=0,
+            cache_held=0,
+            cache_wanted=0,
+        )
 
     @property
     def prefix_cache_hit_rate(self) -> float:

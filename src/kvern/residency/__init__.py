@@ -6,6 +6,7 @@
 
 `policy.py` decides, as a pure function of requests, measurements and the time that it is given: `Residency`.
 `pressure.py` reads how much memory the machine has left, which other programs take, too.
+`agreement.py` divides what is left among the KV caches of models that are awake, and `broker.py` has them take it.
 `keeper.py` carries that out and measures, and `options.py` reads which models there are.
 
     request --> Service.model --> Keeper.meet   its first: the model is woken, so that prompts can be made for it

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
 from kvern.observe.metrics import ModelFigures
+from kvern.residency.broker import settle, taken
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import STATES, Decision, Footprint, Move, Residency, State
 from kvern.residency.pressure import Watch
@@ -210,6 +211,7 @@ class Keeper:
                 host = replace(host, free=host.free + RESERVE_BYTES)
             self.residency.host = host
         decision = self.residency.decide(now)
+        self._agree()
         for name, reason in decision.refused.items():
             self._fail(self._by_name[name], reason)
         for move in decision.moves:
@@ -218,6 +220,28 @@ class Keeper:
             self._tell(self._watch, decision, now)
             decision.look_at(self._watch.next_at)
         return decision.next_at
+
+    @property
+    def _awake(self) -> dict[str, EngineClient]:
+        """Returns the clients of models that are awake and stay so."""
+        return {
+            one.name: one.client
+            for one in self.residents
+            if one.client is not None and self.state(one) == "awake" and self.residency.moving(one.name) is None
+        }
+
+    def _agree(self) -> None:
+        """Lets KV caches have what no model holds for certain."""
+        host = self.residency.host
+        spare = max(0, self.residency.memory - self.residency.held)
+        settle(self._awake, spare, needed_alone=host is not None and host.spare < 0)
+
+    async def _until_given_back(self) -> None:
+        """Waits until KV caches have given back what a model takes that wakes, but not for long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_SECONDS):
+                while taken(self._awake) > max(0, self.residency.memory - self.residency.held):
+                    await asyncio.sleep(LOOK_SECONDS)
 
     def _tell(self, watch: Watch, decision: Decision, now: float) -> None:
         """Tells of models that make way because the machine has little memory."""
@@ -273,11 +297,13 @@ class Keeper:
                 self.residency.downloads(resident.name, False)
                 client.replicas.wake = lambda: self.awake(resident)
                 client.replicas.lost = lambda: self._lost(resident)
+                client.replicas.cache_changed = self._news.set
                 needed = resident.model.estimate(client.folder)
                 if needed.awake > self.residency.footprint(resident.name).awake:  # it was downloaded just now
                     self.residency.postponed(resident.name, needed)
                     return
                 began = time.monotonic()  # what a download took says nothing of later wakes
+            await self._until_given_back()
             slept = [*_links(client)] if self.state(resident) == "asleep" else None
             await self._start(client, again=resident.client is not None, slept=slept is not None)
             seconds = time.monotonic() - began
@@ -287,7 +313,7 @@ class Keeper:
                 on_gpu = resident.model.gpu_bytes
                 held = await asyncio.to_thread(memory_of, client) if on_gpu is None else on_gpu
                 asleep = min(held // 2, ASLEEP_BYTES) if client.sleeps else None
-                cache = sum(link.ready.cache_bytes for link in _links(client))
+                cache = sum(link.ready.least_cache_bytes for link in _links(client))
                 footprint = Footprint(held, seconds, asleep, seconds / LOADS_TO_WAKES, cache)
             if resident.client is None:
                 self.known(client)
@@ -388,5 +414,6 @@ def _links(client: EngineClient) -> Iterator[EngineLink]:
 
 
 def memory_of(client: EngineClient, *, asleep: bool = False) -> int:
-    """Returns the bytes of memory of a model's engines with their KV caches, used or not, but none if `asleep`."""
-    return sum(link.process.memory() + (0 if asleep else link.ready.cache_bytes) for link in _links(client))
+    """Returns the bytes of memory of a model's engines with the least of their KV caches, used or not, but none if
+    `asleep`."""
+    return sum(link.process.memory() + (0 if asleep else link.ready.least_cache_bytes) for link in _links(client))

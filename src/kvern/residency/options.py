@@ -163,7 +163,9 @@ def _placed(models: list[ServedModel], weights: Sequence[int]) -> list[ServedMod
     gpus = seen_gpus(models[0].engine) if has_gpu() else []
     on_gpu = [one.engine.device == "cuda" or (one.engine.device == "auto" and bool(gpus)) for one in models]
     if not any(on_gpu):
-        return models
+        return [
+            dataclasses.replace(one, engine=dataclasses.replace(one.engine, elastic_kv_cache=True)) for one in models
+        ]
     if not all(on_gpu):
         names = [models[on_gpu.index(is_so)].name for is_so in (True, False)]
         raise ConfigError(

@@ -11,6 +11,7 @@ from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult, StepTooLarge
 from kvern.request.weights import WeightsFound, WeightSource
+from kvern.runner.cache_memory import map_blocks
 from kvern.runner.device import resolve_device
 from kvern.runner.loaded_model import Runner
 from kvern.runner.plan import Layout, agree, lay_out
@@ -96,6 +97,10 @@ class Executor:
     def wake(self) -> None:
         """Take the memory again."""
         self._worker.sleeping.enter()
+
+    def map_cache(self, blocks: int) -> int:
+        """Have memory behind the first blocks of the KV cache alone; returns how many have some. No step runs."""
+        return map_blocks(self._worker.runner.pools, blocks)
 
     def begin_counting(self) -> None:
         """The steps so far, which were for measurements, are no part of `count_experts`."""

@@ -71,6 +71,8 @@ class Runner(Protocol):
 
     caches: list[torch.Tensor]
     """Keys and values of each layer, [2, blocks, block_size, kv_heads, head_dim]."""
+    pools: list[torch.Tensor]
+    """The memory behind them, as of `AttentionBackend`."""
     embeddings: "EmbeddingSource | None"
     """What makes rows of embeddings for tokens; None: all tokens have ids alone."""
 

@@ -9,6 +9,7 @@ activations leave is the cache's. All of these are plain data that can be sent.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -33,6 +34,8 @@ EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
 """The dtypes of a cache that has scales, by the name of the option."""
 MOST_POSITIONS = 16
 """Blocks that are numbered for each that has memory."""
+MOST_CHUNKS = 64
+"""The most pieces in which the memory of a KV cache is taken and given back."""
 BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 
@@ -122,6 +125,8 @@ class Layout(msgspec.Struct, frozen=True):
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
     `positions`: as of `WindowLimits`.
     `most_drafts`, `catches_up`: as of a `FreeMemory`. `kernels`: as of a `Plan`.
+    `chunk`: the memory of so many blocks is taken and given back at once while the engine runs; 0: all of it is taken
+    at the start.
     """
 
     max_model_len: int
@@ -143,6 +148,14 @@ class Layout(msgspec.Struct, frozen=True):
     most_drafts: int | None = None
     catches_up: bool = True
     kernels: frozenset[str] = frozenset()
+    chunk: int = 0
+
+    @property
+    def least_chunks(self) -> int:
+        """The chunks that hold one sequence of `max_model_len`; all of them where layers have windows."""
+        if self.window_tables:
+            return -(-self.blocks // self.chunk)
+        return math.ceil(math.ceil(self.max_model_len / self.block_size) / self.chunk)
 
     @property
     def cached_tokens(self) -> int:
@@ -257,7 +270,14 @@ def lay_out(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> La
         most_drafts=room.most_drafts,
         catches_up=room.catches_up,
         kernels=plan.kernels,
+        chunk=-(-blocks // MOST_CHUNKS) if _is_elastic(plan, config) else 0,
     )
+
+
+def _is_elastic(plan: Plan, config: EngineConfig) -> bool:
+    """True if the memory of the KV cache changes while the engine runs."""
+    may = config.kv_cache == "paged" and plan.device == "cpu" and not config.enable_dp_attention
+    return config.elastic_kv_cache and may
 
 
 def _depth(plan: Plan, config: EngineConfig) -> int:

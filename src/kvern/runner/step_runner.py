@@ -60,7 +60,7 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self.model = model
         self._decoder = model.decoder
         self._rows = model.rows
-        self.caches = model.attention.caches
+        self.caches, self.pools = model.attention.caches, model.attention.pools
         self.embeddings = model.embeddings
         self.states = model.states
         self._ranks = loaded.ranks

@@ -4,11 +4,11 @@ from kvern.engine.loop import EngineLoop
 from kvern.errors import ConfigError
 from kvern.request.events import TokenEvent
 from kvern.request.weights import WeightsFound
-from kvern.serving.wire import DropWeights, ReadWeights, TakeWeights, WeightsRead, WeightsTaken
+from kvern.serving.wire import DropWeights, ReadWeights, ResizeCache, TakeWeights, WeightsRead, WeightsTaken
 
 
 class WeightChanges:
-    """Carries out what the server says about weights."""
+    """Carries out what the server says about weights, and about the size of the KV cache."""
 
     def __init__(self, core: EngineLoop) -> None:
         self._core = core
@@ -21,7 +21,7 @@ class WeightChanges:
         """Something is being read, or to be said."""
         return bool(self._reading or self._answers)
 
-    def hear(self, message: ReadWeights | TakeWeights | DropWeights) -> list[TokenEvent]:
+    def hear(self, message: ReadWeights | TakeWeights | DropWeights | ResizeCache) -> list[TokenEvent]:
         """Does what a message asks; returns what steps on their way have done."""
         match message:
             case ReadWeights(version, sources):
@@ -35,6 +35,8 @@ class WeightChanges:
                 events = self._core.take_weights(version, keep)
                 self._answers.append(WeightsTaken(version))
                 return events
+            case ResizeCache(chunks):
+                return self._core.resize_cache(chunks)[1]
             case DropWeights():
                 self._reading = ""
                 if self._can_change:

@@ -44,6 +44,7 @@ from kvern.serving.wire import (
     LoadAdapter,
     ReadWeights,
     Ready,
+    ResizeCache,
     Shutdown,
     Sleep,
     Slept,
@@ -145,8 +146,12 @@ def ready_with(config: EngineConfig, layout: "Layout", core: EngineLoop, report:
     gpu = next(iter(layout.gpus), None)
     cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
     sizes = config.dp_attention_size, layout.blocks * layout.block_size * layout.token_bytes
+    chunks = (0, 0, 0)
+    if layout.chunk:
+        count = -(-layout.blocks // layout.chunk)
+        chunks = (layout.chunk * layout.block_size * layout.token_bytes, layout.least_chunks, count)
     sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
-    return Ready(layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, sleeps)
+    return Ready(layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps)
 
 
 def forget(running: str) -> None:
@@ -244,7 +249,7 @@ def serve(
                     adapters.read(key, path)
                 case UnloadAdapter(key):
                     adapters.unload(key)
-                case ReadWeights() | TakeWeights() | DropWeights() as message:
+                case ReadWeights() | TakeWeights() | DropWeights() | ResizeCache() as message:
                     socket.send(encode(Busy()))  # to copy weights may take longer than steps
                     early += weights.hear(message)
                 case WatchCache(wanted):

@@ -25,6 +25,7 @@ from kvern.serving.wire import (
     AdapterRead,
     CacheChanges,
     Heard,
+    ResizeCache,
     TraceTaken,
     WatchCache,
     WeightsRead,
@@ -49,6 +50,7 @@ class Siblings(Protocol):
     adapters: ClientAdapters
     weights: ClientWeights
     lost: Callable[[], None]
+    cache_changed: Callable[[], None]
 
     @property
     def has_choice(self) -> bool:
@@ -107,6 +109,25 @@ class Replica:
         self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
         self._started = False
         self._rested = False
+        self._asked_chunks = 0
+        """The size of its KV cache that it was asked to have; 0: it has the first one."""
+
+    @property
+    def cache_chunks(self) -> int:
+        """The chunks that its KV cache has, or is about to take."""
+        has = self._latest.cache_chunks or self.supervisor.link.ready.least_chunks
+        return max(has, self._asked_chunks)
+
+    @property
+    def cache_wanted(self) -> int:
+        """The chunks that its requests hold, or will need."""
+        return max(self._latest.cache_wanted, self._latest.cache_held)
+
+    def resize_cache(self, chunks: int) -> None:
+        """Let its KV cache have so many chunks of memory."""
+        if chunks != self._asked_chunks:
+            self._asked_chunks = chunks
+            self.supervisor.send(ResizeCache(chunks))
 
     @property
     def accepts(self) -> bool:
@@ -179,7 +200,9 @@ class Replica:
         elif isinstance(message, TraceTaken):
             self.traces.hear(message)
         else:
-            self._latest = message.statistics
+            before, self._latest = self._latest, message.statistics
+            if (before.cache_chunks, before.cache_wanted) != (self._latest.cache_chunks, self._latest.cache_wanted):
+                self._siblings.cache_changed()
             self.metrics.step(message.statistics, message.seconds)
             if message.expert_tokens:
                 self.metrics.experts.count(message.expert_tokens)
@@ -270,6 +293,7 @@ class Replica:
             self.metrics.restarted()
         elif (gpu := self.supervisor.link.ready.gpu) is not None:
             self.metrics.watch_gpu(gpu)
+        self._asked_chunks = 0
         self.leave()  # what was before, whatever became of it
         self._siblings.loads.put(self._load)
         self.watch(self._siblings.has_choice)

@@ -77,6 +77,12 @@ class DropWeights(WireMessage):
     """Forget weights that are being read, or were read and not taken."""
 
 
+class ResizeCache(WireMessage):
+    """Have so many chunks of KV cache, of which running requests may need more; Events tell how many there are."""
+
+    chunks: int
+
+
 class WatchCache(WireMessage):
     """Tell which prefixes are cached, all of them and then what changes, or no longer; CacheChanges will come."""
 
@@ -126,10 +132,21 @@ class Ready(WireMessage):
     cache_bytes: int = 0
     """The KV cache's size, on a CPU of memory that is taken as sequences grow."""
 
+    chunk_bytes: int = 0
+    """Those of a chunk of a KV cache that changes while the engine runs; 0: it does not."""
+    least_chunks: int = 0
+    """The chunks that it has at least, for one sequence, and at the start."""
+    most_chunks: int = 0
+
     sleeps: bool = False
     """The engine can give its memory back and take it again."""
     steps_file: str = ""
     """The file on its machine with its last steps; empty if there is none."""
+
+    @property
+    def least_cache_bytes(self) -> int:
+        """The bytes that its KV cache may take at least."""
+        return self.least_chunks * self.chunk_bytes if self.chunk_bytes else self.cache_bytes
 
     @property
     def sequences(self) -> int:
@@ -218,6 +235,7 @@ decode_for_engine = msgspec.msgpack.Decoder(
     | ReadWeights
     | TakeWeights
     | DropWeights
+    | ResizeCache
     | WatchCache
     | TakeTrace
     | Sleep

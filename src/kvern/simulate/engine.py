@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import msgspec
 
 from kvern.cache.manager import KVCacheManager
-from kvern.engine.core import CoreTiming, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.core_timing import CoreTiming
 from kvern.engine.pace import Pace
 from kvern.engine.queues import POLICIES
 from kvern.engine.scheduler import Scheduler, SchedulerLimits

@@ -40,6 +40,7 @@ from kvern.runner.ranks.rank_wire import (
     IsReady,
     LeaveMemory,
     LoadWeights,
+    MapCache,
     Measured,
     PlaceExperts,
     RankMessage,
@@ -136,6 +137,10 @@ class RankedExecutor(Executor):
         self._others.send(EnterMemory())
         super().wake()
         self._ranks.meet(self._worker.device)
+
+    def map_cache(self, blocks: int) -> int:
+        self._others.send(MapCache(blocks))
+        return super().map_cache(blocks)
 
     def add_adapter(self, key: int, adapter: Adapter) -> None:
         self._others.send(AddAdapter.of(key, adapter))

@@ -27,6 +27,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.ranks.ranks import Ranks
 from kvern.request.step import StepResult
+from kvern.runner.cache_memory import map_blocks
 from kvern.runner.device import resolve_device
 from kvern.runner.executor import tiered
 from kvern.runner.plan import Layout
@@ -48,6 +49,7 @@ from kvern.runner.ranks.rank_wire import (
     IsReady,
     LeaveMemory,
     LoadWeights,
+    MapCache,
     Measured,
     PlaceExperts,
     ReadWeights,
@@ -168,6 +170,8 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
             case EnterMemory():
                 rank.worker.sleeping.enter()
                 rank.ranks.meet(rank.worker.device)
+            case MapCache(blocks):
+                map_blocks(runner.pools, blocks)
             case PlaceExperts(placements):
                 rank.worker.place_experts(placements)
             case BeginCounting():

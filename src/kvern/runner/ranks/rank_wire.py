@@ -78,6 +78,12 @@ class EnterMemory(RankMessage):
     """`Executor.wake`."""
 
 
+class MapCache(RankMessage):
+    """`Executor.map_cache`."""
+
+    blocks: int
+
+
 class TakeTurn(RankMessage):
     """Begin and end requests at this rank, whose they are, then run its next step, or join in that of the others.
 
@@ -219,6 +225,7 @@ decode_for_rank = msgspec.msgpack.Decoder(
     | UseIdleTime
     | LeaveMemory
     | EnterMemory
+    | MapCache
     | PlaceExperts
     | BeginCounting
     | CountExperts

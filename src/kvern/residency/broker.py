@@ -1,0 +1,42 @@
+"""The broker of KV caches: has engines take and give back the memory on which their models agree (`agreement.py`)."""
+
+from collections.abc import Mapping
+
+from kvern.residency.agreement import CacheShare, agreed, next_sizes
+from kvern.serving.client import EngineClient
+from kvern.serving.replica import Replica
+
+
+def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: bool) -> None:
+    """Let caches of models that are awake have `spare` bytes beyond the least of each, as they agree.
+
+    `needed_alone`: no more than their requests need.
+    """
+    replicas = _replicas(clients)
+    shares = {name: _share(replica) for name, replica in replicas.items()}
+    agreement = agreed(shares, spare, needed_alone=needed_alone)
+    for name, chunks in next_sizes(shares, spare, agreement).items():
+        replicas[name].resize_cache(chunks)
+
+
+def taken(clients: Mapping[str, EngineClient]) -> int:
+    """Returns the bytes that caches have beyond the least of each."""
+    shares = map(_share, _replicas(clients).values())
+    return sum(share.above_least(share.has) for share in shares)
+
+
+def _replicas(clients: Mapping[str, EngineClient]) -> dict[str, Replica]:
+    """Returns the engines whose caches change, by names."""
+    return {
+        f"{name} {replica.name}": replica
+        for name, client in clients.items()
+        for replica in client.replicas
+        if replica.supervisor.is_ready and replica.supervisor.link.ready.chunk_bytes
+    }
+
+
+def _share(replica: Replica) -> CacheShare:
+    ready = replica.supervisor.link.ready
+    return CacheShare(
+        ready.chunk_bytes, ready.least_chunks, ready.most_chunks, replica.cache_chunks, replica.cache_wanted
+    )
