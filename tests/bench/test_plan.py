@@ -39,6 +39,7 @@ from kvern.planning.hardware import (
     parse_hardware,
     this_machine,
 )
+from kvern.planning.splitting import SHORT_TOKENS, Roles, advice, roles
 from tests.support.cache_folder import load_kernels, pretend_tiles
 
 LLAMA = {
@@ -214,6 +215,54 @@ def test_one_request_wants_all_cards(models: dict[str, Model]) -> None:
         estimate(models["8b"], CARDS["l4"], split, Workload(1, 1024, 256)) for split in (Split(2, 1), Split(1, 2))
     )
     assert together.rate > apart.rate and together.decode_one < apart.decode_one
+
+
+def divided(model: Model, engines: int, workload: Workload) -> list[Roles]:
+    return roles(model, CARDS["h200"], [estimate(model, CARDS["h200"], Split(1, engines), workload)], workload)
+
+
+def test_prefill_engines_are_weighed_by_what_they_give_and_cost(models: dict[str, Model]) -> None:
+    workload = Workload(32, 8192, 128)
+    both, apart = divided(models["8b"], 2, workload)
+    assert (both.name, apart.name) == ("2 do both", "1 + 1")
+    assert both.rate == estimate(models["8b"], CARDS["h200"], Split(1, 2), workload).rate
+    assert apart.between < both.between / 10 and apart.first_short < both.first_short
+    assert apart.first_long > both.first_long, "all prompts wait for one engine"
+    prompt = estimate(models["8b"], CARDS["h200"], Split(1, 1), workload).first_token
+    assert apart.rate == pytest.approx(128 / prompt, rel=0.01), "which computes one after another"
+    assert advice([both, apart]).startswith("Prefill engines cost throughput and time to the first token by")
+    assert "would give 35% fewer tokens/s" in advice([both, apart])
+    assert advice(divided(models["8b"], 2, Workload(16, 30_000, 1000))).startswith("Prefill engines pay by")
+    assert advice(divided(models["8b"], 2, Workload(1, 8192, 128))).startswith("Prefill engines do not pay by")
+    assert [item.name for item in divided(models["8b"], 4, workload)] == ["4 do both", "1 + 3", "2 + 2", "3 + 1"]
+
+
+def test_no_division_answers_more_requests_than_there_are(models: dict[str, Model]) -> None:
+    dice = random.Random(5)
+    for _ in range(40):
+        workload = Workload(dice.randint(1, 300), dice.randint(SHORT_TOKENS, 30_000), dice.randint(2, 2000))
+        for item in divided(models["8b"], dice.randint(2, 5), workload)[1:]:
+            alone = estimate(models["8b"], CARDS["h200"], Split(1, 1), replace(workload, requests=1))
+            fastest = alone.first_token + (workload.output - 1) * alone.decode_one
+            assert 0 < item.rate <= workload.requests * workload.output / fastest * 1.001
+            assert item.first_long > item.first_short * 0.9 and item.between >= alone.decode_one
+
+
+def test_there_is_nothing_to_divide(models: dict[str, Model]) -> None:
+    assert divided(models["8b"], 1, Workload()) == []
+    assert divided(models["8b"], 2, Workload(input=SHORT_TOKENS - 1)) == []
+    assert divided(models["70b"], 2, Workload(input=100_000)) == [], "it does not fit on one card"
+
+
+def test_the_command_tells_whether_prefill_engines_pay(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", str(folders["8b"]), "--load-format", "dummy", "--hardware", "2x h200", "--input", "8192"]
+    assert main(arguments) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "by their roles (estimates)" in out and "--prefill-engines 1 --decode-engines 1 would give" in out
+    assert main([*arguments, "--json"]) == 0
+    assert [item["prefill"] for item in json.loads(capsys.readouterr().out)["roles"]] == [0, 1]
 
 
 def test_the_command_chooses_and_writes(

@@ -18,6 +18,7 @@ from kvern.io.files import as_size
 if TYPE_CHECKING:
     from kvern.planning.estimate import Estimate, Workload
     from kvern.planning.hardware import Card
+    from kvern.planning.splitting import Roles
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class PlanCommand:
         from kvern.planning.choice import model_of, ranked
         from kvern.planning.estimate import Workload
         from kvern.planning.hardware import parse_hardware, this_machine
+        from kvern.planning.splitting import roles
 
         resolved = str(outlined_model(self.model, outlines()))
         config = EngineConfig(resolved, load_format=self.load_format, quantization=self.quantization, dtype=self.dtype)
@@ -69,11 +71,17 @@ class PlanCommand:
         found = ranked(model, cards, workload)
         if self.write is not None and not found[0].lacks:
             self.write.write_text(as_toml(found[0], self, workload, cards))
+        divided = roles(model, cards[0], found, workload)
         if self.json:
-            told = [dataclasses.asdict(item) for item in found]
-            sys.stdout.write(json.dumps({"cards": [card.name for card in cards], "splits": told}, indent=1) + "\n")
+            told = {
+                "cards": [card.name for card in cards],
+                "splits": [dataclasses.asdict(item) for item in found],
+                "roles": [dataclasses.asdict(item) for item in divided],
+            }
+            sys.stdout.write(json.dumps(told, indent=1) + "\n")
         else:
             self._print(found, cards)
+            self._print_roles(divided)
             if found[0].lacks and self.quantization is None:
                 self._print_smaller(folder)
         return int(bool(found[0].lacks))
@@ -83,6 +91,30 @@ class PlanCommand:
 
         for method, size in report_of(self.model, folder, self.load_format).smaller().items():
             print_lines(f"kvern quantize --method {method} would make about {size / 1e9:.1f} GB of the weights")
+
+    def _print_roles(self, divided: list[Roles]) -> None:
+        """Says what prefill and decode engines would do, if there is a choice."""
+        from kvern.planning.splitting import SHORT_TOKENS, advice
+
+        if not divided:
+            return
+        table = make_table(
+            "prefill + decode",
+            "tokens/s",
+            f"TTFT ms, {SHORT_TOKENS} tokens",
+            f"TTFT ms, {self.input:,}",
+            "ms between tokens, p99",
+            title=f"engines of {divided[0].split}, by their roles (estimates)",
+        )
+        for item in divided:
+            table.add_row(
+                item.name,
+                f"{item.rate:,.0f}",
+                *(f"{1000 * seconds:.0f}" for seconds in (item.first_short, item.first_long)),
+                f"{1000 * item.between:.1f}",
+            )
+        print_tables(table)
+        print_lines(advice(divided))
 
     def _print(self, found: list[Estimate], cards: list[Card]) -> None:
         from kvern.planning.choice import verdict

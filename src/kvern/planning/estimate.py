@@ -301,19 +301,19 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
     elif batch < 1:
         lacks = f"beside weights of {weights / 1e9:.1f} GB there is no room for a sequence of {longest:,} tokens"
     stages, middle = min(split.pipeline, max(batch, 1)), workload.input + workload.output // 2
-    decode = _decode_seconds(model, card, split, max(-(-batch // stages), 1), middle)
+    decode = decode_seconds(model, card, split, max(-(-batch // stages), 1), middle)
     served = min(workload.requests, split.data * batch)
-    prompt = _prompt_seconds(model, card, split, workload.input, BATCH_TOKENS["cuda"])
-    alone = _prompt_seconds(model, card, split, workload.input, workload.input)
+    prompt = prompt_seconds(model, card, split, workload.input, BATCH_TOKENS["cuda"])
+    alone = prompt_seconds(model, card, split, workload.input, workload.input)
     return Estimate(
         split=split,
         weights=weights,
         token_bytes=token_bytes,
         cache_tokens=cache_tokens,
         batch=batch,
-        decode_one=_decode_seconds(model, card, split, 1, middle),
+        decode_one=decode_seconds(model, card, split, 1, middle),
         decode=decode,
-        first_token=max(alone, _decode_seconds(model, card, split, 1, 1)),
+        first_token=max(alone, decode_seconds(model, card, split, 1, 1)),
         rate=0.0 if lacks else served * workload.output / (batch * prompt / stages + workload.output * decode),
         lacks=lacks,
     )
@@ -358,12 +358,12 @@ def seconds_of(model: Model, card: Card, split: Split, requests: Sequence[tuple[
     while waiting or running:
         while waiting and len(running) < batch:
             prompt, answer = waiting.popleft()
-            seconds += _prompt_seconds(model, card, split, prompt, BATCH_TOKENS["cuda"]) / min(split.pipeline, batch)
+            seconds += prompt_seconds(model, card, split, prompt, BATCH_TOKENS["cuda"]) / min(split.pipeline, batch)
             running.append((prompt + answer, answer))
         steps = min(lacking for _, lacking in running)
         middle = sum(end - lacking for end, lacking in running) // len(running) + steps // 2
         rows = -(-len(running) // min(split.pipeline, len(running)))
-        seconds += steps * _decode_seconds(model, card, split, rows, middle)
+        seconds += steps * decode_seconds(model, card, split, rows, middle)
         running = [(end, lacking - steps) for end, lacking in running if lacking > steps]
     return seconds
 
@@ -419,7 +419,8 @@ def _part_of_keys(model: Model, split: Split) -> float:
     return bytes_of_token(share, getattr(torch, model.dtype)) / max(model.token_bytes, 1)
 
 
-def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: int) -> float:
+def decode_seconds(model: Model, card: Card, split: Split, rows: int, context: int) -> float:
+    """Returns the seconds of a step in which so many requests decode."""
     read = sum(_read_part(model, share, split, rows) * share.nbytes for share in model.shares)
     computed = _product_seconds(model, card, split, rows)
     keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
@@ -428,7 +429,7 @@ def _decode_seconds(model: Model, card: Card, split: Split, rows: int, context: 
     return seconds + layers * card.overhead + _moved(model, card, split, rows)
 
 
-def _prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: int) -> float:
+def prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: int) -> float:
     """Returns the seconds of one prompt in steps of so many rows, which it shares with others."""
     pairs = sum(
         4 * item.heads * item.head_dim * length * min(length / 2, item.window or length)
