@@ -39,7 +39,7 @@ class LayerGroups:
     """The widest, where there are such tables."""
     windows: WindowTables = NO_WINDOWS
     reason: str = field(default="", compare=False)
-    """Why layers with a window have no tables of their own, if there are such layers."""
+    """The reason why layers with a window share the block table of the other layers; "" if they do not."""
 
     @classmethod
     def one_table(cls, layers: Sequence[AttentionSpec], reason: str = "") -> "LayerGroups":

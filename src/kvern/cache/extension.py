@@ -73,7 +73,8 @@ class CacheExtension:
         """A request is queued; `contents` has one integer for each position."""
 
     def ready(self) -> Sequence[Request]:
-        """The requests whose wait has ended since the last call, without a report; asked before each step."""
+        """The requests whose wait has ended since the last call without a report from a rank; called before each
+        step."""
         return ()
 
     def lookup(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> bool:
@@ -145,7 +146,7 @@ class CacheExtension:
     def fork(self, parent: Request, child: Request, blocks: list[int]) -> Sequence[int]:
         """Let `child` continue from what `parent` has computed, with `blocks` of its own for the last, partial block.
 
-        Returns the blocks of `parent` whose heads are to be copied to these.
+        Returns the blocks of `parent` whose first tokens are to be copied to `blocks`.
         """
         return ()
 

@@ -117,7 +117,7 @@ class ImagePool(CacheExtension):
         self._waiting: dict[Request, int] = {}
         """The requests that are ENCODING, each with the tokens after which it would continue."""
         self._hungry: dict[Request, None] = {}
-        """Those of them whose image has no places."""
+        """The requests in `_waiting` whose image has no rows on the device."""
         self._failed: list[tuple[Request, str]] = []
         self._message = ImageMessage([], [], [], [])
         self._count = self._step = self._completed = 0
@@ -214,7 +214,7 @@ class ImagePool(CacheExtension):
     # Places
 
     def _make_room(self, rows: int, request: Request) -> bool:
-        """Evict images until so many places are free, if that is possible; whether it is."""
+        """Evict images until this many rows are free; False, and none is evicted, if that is not possible."""
         lacking = rows - self._pool.free_count
         if lacking <= 0:
             return True

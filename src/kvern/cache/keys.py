@@ -49,7 +49,8 @@ def root_key(identity: bytes, namespace: bytes) -> bytes:
 
 
 def block_key(parent: bytes, contents: Sequence[int]) -> bytes:
-    """The key of a block by its parent's and its contents: token ids below 2^31, or marks; see `contents_of`."""
+    """The content key of a block, made of its parent's key and its contents: token ids below 2^31, or marks
+    (`contents_of`)."""
     try:
         data = _words(len(contents)).pack(*contents)
     except struct.error:
@@ -64,7 +65,7 @@ def _words(count: int) -> struct.Struct:
 
 
 def edge_key(parent: bytes, edge: bytes) -> bytes:
-    """The key of a block by its parent's and its edge; see `edge_of`."""
+    """The content key of a block, made of its parent's key and its edge (`edge_of`)."""
     if _MARKED in edge:
         return block_key(parent, contents_in(edge))
     words = array("I", edge)

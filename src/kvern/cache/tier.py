@@ -335,7 +335,7 @@ class TierTraffic(CacheExtension):
         return []
 
     def _has(self, prompt: KnownPrompt, key: bytes, part: Part) -> bool:
-        """True if a store has a part of a page, or had it and it is on its way."""
+        """True if a store has a part of a page, or the part is being loaded."""
         if (key, part) not in prompt.sources:
             prompt.sources[key, part] = "" if key in self._arriving else self._tier.source(key, part)
         return prompt.sources[key, part] is not None

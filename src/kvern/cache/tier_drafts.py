@@ -66,7 +66,7 @@ class DraftTraffic:
         (self._drafted if has_keys else self._undrafted).extend(blocks)
 
     def tell(self, message: TierMessage) -> None:
-        """Add what a draft model has to know to the message of a step that computes something."""
+        """Add the blocks that were loaded with and without a draft model's keys to the message of the next step."""
         message.drafted.extend(self._drafted)
         message.undrafted.extend(self._undrafted)
         self._drafted.clear()

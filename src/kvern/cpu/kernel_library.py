@@ -65,15 +65,12 @@ def processor_flags() -> tuple[str, ...]:
     return NATIVE if flags == usable_isas()[-1].flags else flags
 
 
-def library_path(folder: Path, maker: Path | Compiler, processor: tuple[str, ...] | None = None) -> Path:
-    """The path of the library made by `maker`, for the current sources and this processor. Raises ConfigError.
-
-    `processor`: compiler flags that select the instruction sets; None: the chosen ones.
-    """
+def library_path(folder: Path, maker: Path | Compiler) -> Path:
+    """The path of the library made by `maker`, for the current sources and this processor. Raises ConfigError."""
     if isinstance(maker, Path):
         parts = [hashlib.sha256(maker.read_bytes()).hexdigest()]
     else:
-        parts = [maker.command, maker.version, *FLAGS, *(processor or processor_flags())]
+        parts = [maker.command, maker.version, *FLAGS, *processor_flags()]
     digest = _digest(*parts, " ".join(sorted(features())) or platform.processor())  # machines may share a folder
     return folder / "cpu" / f"kernels-{digest}.so"
 

@@ -264,7 +264,10 @@ class ListedRows(BatchRows):
 
 
 def list_of(request: NewRequest) -> "np.ndarray[tuple[int], np.dtype[np.int32]] | None":
-    """int32 numbers, as `kernels.constraints.change` says; None: the request asks for nothing of this."""
+    """The request's biases, bans and allowed tokens as int32 numbers, in the format of `kernels.constraints.change`.
+
+    None: the request has none.
+    """
     params, spec = request.params, request.spec
     biases = params.logit_bias or {}
     ends = sorted(spec.stop_token_ids) if params.min_tokens else []

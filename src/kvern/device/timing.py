@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 ROUNDS = 3
+LAUNCHES = 5
+"""The launches of `time_launches` that wait in one queue."""
 
 
 def time_calls(calls: Sequence[Callable[[], object]]) -> float:
@@ -35,7 +37,7 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(seconds)
 
 
-def time_launches(call: Callable[[], object], launches: int = 5) -> float:
+def time_launches(call: Callable[[], object]) -> float:
     """Seconds of one launch among several, queued behind a pause so that the host's speed does not count; a median."""
     call()
     torch.cuda.synchronize()
@@ -44,9 +46,9 @@ def time_launches(call: Callable[[], object], launches: int = 5) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(5_000_000)  # type: ignore[no-untyped-call]
         start.record()
-        for _ in range(launches):
+        for _ in range(LAUNCHES):
             call()
         end.record()
         end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000 / launches)
+        seconds.append(start.elapsed_time(end) / 1000 / LAUNCHES)
     return statistics.median(seconds)

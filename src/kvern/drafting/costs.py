@@ -185,7 +185,7 @@ class DraftCosts:
         """The share of requests with drafts, in steps with drafts."""
         self._right, self._wrong = 2.0, 1.0
         self._length, self._caught_up = 64.0, math.inf
-        """The mean tokens of an answer, and a drafter's time for each token of a prompt."""
+        """The mean number of tokens of an answer, and a drafter's seconds for each token of a prompt."""
         self._balance: float | None = None
         """The seconds that drafts may still lose; None while the time of steps is unknown."""
         self._forgiven = 0.0

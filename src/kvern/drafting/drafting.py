@@ -51,7 +51,7 @@ class Positions:
 
 
 class Asked(NamedTuple):
-    """The requests to draft for and the numbers of drafts, for a number of running requests."""
+    """The requests `going` for which drafts are made and the numbers of these, decided when `running` requests ran."""
 
     running: int
     going: Sequence[Request]

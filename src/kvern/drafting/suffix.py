@@ -43,7 +43,7 @@ class KeptAnswer:
 
 
 class KeptAnswers:
-    """Places of each pair of tokens in the last `most` tokens of answers.
+    """The positions of each pair of tokens in the last `most` tokens of answers.
 
     Answers of one namespace are never visible to another.
     """

@@ -81,6 +81,6 @@ def computed(output: SchedulerOutput, requests: Iterable[Request]) -> Iterator[t
 def reached(
     output: SchedulerOutput, requests: Iterable[Request], result: ModelRunnerOutput
 ) -> Iterator[tuple[Request, int]]:
-    """Yields the requests of a finished step, and the tokens reached, without rejected ones."""
+    """Yields each request of a finished step, and how many of its tokens are computed now, without rejected drafts."""
     for (request, tokens), token_ids in zip(computed(output, requests), result.token_ids, strict=True):
         yield request, min(tokens, len(request.token_ids) + len(token_ids) - 1) if token_ids else tokens

@@ -83,10 +83,11 @@ class Keeper:
     def run(
         self, module: str, address: str, environment: dict[str, str], given: bytes, notes: bool, each: dict[str, int]
     ) -> tuple[int, bytes]:
-        """Runs a module until it ends. Returns its exit code and, with `notes`, the content of the file that it was
-        given.
+        """Runs a module until it ends. Returns its exit code and, with `notes`, the content of the file to which it
+        wrote its notes.
 
-        `given` is its standard input. A variable tells it how many processes of size `each` this node has room for.
+        `given` is its standard input. The variable MOST_PROCESSES is the number of processes, each with the resources
+        `each`, that this node can still start.
         """
         with contextlib.ExitStack() as kept:
             file = Path(kept.enter_context(_folder()), "notes") if notes else None

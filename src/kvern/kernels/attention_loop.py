@@ -57,10 +57,10 @@ def attend(
 ):
     """Attends with queries [ROWS, DIM], as `query_factors`, to the keys from `begin` to before `end`.
 
-    block     [KEYS]: of the first tile's keys, see `first_blocks`
-    begin     a multiple of `block_size`, if `KEYS` is
-    position  [ROWS]: of each query
-    last      [ROWS]: of the last key that each sees; unless `CAUSAL`, all keys are at or before it
+    block     [KEYS]: the blocks of the first tile's keys, see `first_blocks`
+    begin     a multiple of `block_size`, if `KEYS` is one
+    position  [ROWS]: the position of each query
+    last      [ROWS]: the position of the last key that each query sees; unless `CAUSAL`, no key comes after it
 
     Numbers of 8 bits are read as pairs of neighbours, see `factor_pairs`.
 

@@ -31,10 +31,10 @@ _update_hash = jit.DependenciesFinder._update_hash
 
 
 def _hash_called_first(finder: Any, called: Any) -> None:
-    """Have the constants that a function reads be known before they are listed among its caller's.
+    """Hash a called function before its caller, whose key in Triton's cache lists the constants that both read.
 
-    The list is part of a kernel's name in Triton's cache. Without this the name depends on what was hashed before, by
-    which thread: the next process, or a thread of this one, looks for another and compiles the kernel once more.
+    Otherwise the key depends on what was hashed before in this process or thread, and another one, which computes
+    another key, compiles the kernel again.
     """
     called.cache_key  # noqa: B018 (makes it)
     _update_hash(finder, called)

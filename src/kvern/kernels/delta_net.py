@@ -245,9 +245,9 @@ def _advance_runs_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A run, chunk after chunk; a program has some columns of one head's state.
+    """A run, chunk after chunk; a thread block has some columns of one head's state.
 
-    All is transposed: what was computed last is the first factor of the next product, which registers may hold.
+    Matrices are transposed, so that each result is the first factor of the next product, which may be in registers.
     """
     wait_for_previous(OVERLAP)
     request, head = tl.program_id(0), tl.program_id(1)

@@ -24,8 +24,8 @@ def read_drafts(
     """Returns `read_tokens`, the positions that are sampled after each token, [4, total] int64, and the row of each
     token, [total] int32.
 
-    runs          a start below 0 is where `computed` [slots] int32 says; together runs have `total` tokens
-    exact_starts  [R] int32, written
+    runs          `total` tokens together; a start below 0 means that `computed` [slots] int32 has the start
+    exact_starts  [R] int32: the starts, written here
     """
     token_slots = torch.empty(total, dtype=torch.int32, device=tokens.device)
     drafted = Drafted(computed, exact_starts, token_slots)

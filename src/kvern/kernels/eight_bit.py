@@ -14,7 +14,7 @@ from kvern.kernels.launch import INTERPRETED, capability, next_power_of_2
 
 QUERY_DIVISOR = tl.constexpr(16.0)
 E4M3_BIAS = tl.constexpr(256.0)
-"""2^(15 - 7): by the biases of both exponents."""
+"""2^(15 - 7): float16's exponent has the bias 15, e4m3's 7."""
 ROUNDING = tl.constexpr(12582912.0)
 """1.5 * 2^23: float32 numbers to which it is added have no fraction, and the nearest is taken, of two the even one."""
 

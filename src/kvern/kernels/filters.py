@@ -329,10 +329,10 @@ def _bounds_kernel(
 def bounds(logits: torch.Tensor, scores: torch.Tensor, slots: torch.Tensor, rows: FilteredRows) -> torch.Tensor:
     """Returns the bounds of each row, [N, 4] float32.
 
-    Logits stay that are at least the first number and whose distance from the second, less the third, is at most the
-    fourth.
+    They are threshold, largest, center and radius: a logit stays if `logit >= threshold` and
+    `abs(largest - logit - center) <= radius`.
 
-    logits, scores   [N, vocabulary], contiguous: the latter, float32, count in rows that change their logits
+    logits, scores   [N, vocabulary], contiguous; rows that change their logits are filtered by their scores, float32
     slots            [N] integers: their rows
     """
     count, vocabulary = logits.shape

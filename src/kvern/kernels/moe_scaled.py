@@ -29,7 +29,7 @@ Rounded = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """`x [T, inputs] ->` codes [T, inputs], and float32 scales [T, n] of runs of inputs / n."""
 
 ROWS = 128
-"""The rows of the largest blocks."""
+"""The rows of the largest tiles."""
 TILES = {
     16: (Tiles(Tile(128, 128, 1, 4, 3), Tile(128, 128, 1, 4, 4)), Tiles(*[Tile(128, 128, 1, 4, 6)] * 2)),
     32: (Tiles(*[Tile(128, 128, 1, 4, 4)] * 2), Tiles(*[Tile(128, 128, 1, 4, 3)] * 2)),

@@ -143,7 +143,7 @@ def _sums_of_steps(
     x_scale, scale, weights, values, ready, empty, first, steps, last, row, line, x_runs, runs,
     X_STEPS: gl.constexpr, STEPS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Each step's products are added up alone; where scales are of less than rows, they are applied to that sum."""
+    """The sum of all steps. Where scales belong to runs of a row, the sum of each step is multiplied by its scales."""
     STAGES: gl.constexpr = weights.shape[0]
     OUTPUTS: gl.constexpr = weights.shape[1]
     ROWS: gl.constexpr = values.shape[1]

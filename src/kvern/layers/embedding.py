@@ -38,7 +38,8 @@ class EmbeddedTokens(NamedTuple):
         return torch.where((self.source >= 0)[:, None], given, hidden)
 
     def deepened(self, layer: int, hidden: Tensor, wanted: Tensor | None) -> Tensor:
-        """The states `hidden` after a layer, of all tokens or those `wanted` [S], with what is added to them there."""
+        """The states `hidden` after a layer, of all tokens or of the tokens `wanted` [S], plus what the rows of images
+        add after this layer (DeepStack)."""
         width = hidden.shape[1]
         added = self.rows[:, (1 + layer) * width : (2 + layer) * width]
         if not added.shape[1]:

@@ -151,7 +151,7 @@ def taken(layout: TensorLayout, tensor: Tensor, part: Part, first_row: int) -> t
 
 
 def fill_random(parameter: Tensor, generator: torch.Generator) -> None:
-    """Numbers of small spread, or any integers, in place."""
+    """Fill a parameter with small random numbers, or with random integers if it holds integers."""
     if not parameter.is_floating_point():
         parameter.random_(generator=generator)
     elif parameter.element_size() > 1:

@@ -57,7 +57,7 @@ class MergingProjector(Module):
 
 
 class GatedProjector(Module):
-    """Another way from the states of patches to rows; see GatedSpec."""
+    """The projector of GLM's encoders, from the states of patches to rows through a gated MLP; see GatedSpec."""
 
     def __init__(self, spec: GatedSpec, width: int, build: Build) -> None:
         super().__init__()

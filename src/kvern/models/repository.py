@@ -69,9 +69,9 @@ def outlined_model(model: str, cache: Path) -> Path:
     return hub.outline(hub.listing(model.partition(":")[2]), cache)
 
 
-def repository_of(model: str, revision: str | None = None, cache_folder: str | None = None) -> Repository:
+def repository_of(model: str, revision: str | None = None) -> Repository:
     """Return the repository that a hub id means."""
-    return Repository(model.partition(":")[0], revision, None, None, cache_folder)
+    return Repository(model.partition(":")[0], revision, None, None, None)
 
 
 class Repository(NamedTuple):

@@ -57,8 +57,8 @@ class Named(Rule):
 
 @dataclass(frozen=True)
 class Partly(Rule):
-    """A flag of which some values are an option's, `idle` ones have no effect for the reason `why`, and others are
-    refused."""
+    """A flag whose values are passed on to an option, except `idle` ones, which have no effect for the reason `why`,
+    and those that the option does not know, which are refused."""
 
     option: str
     idle: tuple[str, ...]

@@ -72,8 +72,8 @@ class Gptq(RoundToNearest):
 
     products = True
 
-    def __init__(self, *, act_order: bool = True, damping: float = DAMPING) -> None:
-        self._act_order, self._damping = act_order, damping
+    def __init__(self, *, act_order: bool = True) -> None:
+        self._act_order = act_order
 
     def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
         grid = fit(weight, scheme, scale_dtype, importance_of(inputs))
@@ -84,7 +84,7 @@ class Gptq(RoundToNearest):
     def _codes(self, weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
         order = hessian.diagonal().argsort(descending=True) if self._act_order else torch.arange(len(hessian))
         order = order.to(weight.device)
-        upper = inverse_factor(hessian[order][:, order], self._damping)
+        upper = inverse_factor(hessian[order][:, order], DAMPING)
         left, codes = weight[:, order].clone(), torch.empty_like(weight)
         columns = order.tolist()
         for first in range(0, len(columns), RUN):

@@ -182,7 +182,7 @@ def writing(out: Path, tensors: int, shard_bytes: int = SHARD_BYTES) -> Iterator
 
 @contextlib.contextmanager
 def placing(out: Path) -> Iterator[Path]:
-    """A new folder that becomes `out`, in the place of the one there, once this ends well; else it is removed.
+    """A new folder that replaces `out` when the block ends without an exception, and is removed otherwise.
 
     Raises ConfigError.
     """

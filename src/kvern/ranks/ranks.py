@@ -175,11 +175,12 @@ class Ranks:
 
     @property
     def sharing_experts(self) -> int:
-        """Returns how many these are."""
+        """The number of ranks `of_experts`."""
         return self.of_experts.size
 
     def share(self, count: int, copies: int = 1) -> Share:
-        """This rank's of a dimension cut into parts of `count` entries; `copies` neighbours hold the same part."""
+        """This rank's share of a dimension that is cut into parts of `count` entries; `copies` adjacent ranks have the
+        same part."""
         first = self.rank // copies * count
         return Share(range(first, first + count), count * self.size // copies)
 
@@ -240,7 +241,7 @@ class Ranks:
         return [part[0].tolist() for part in parts]
 
     def gather(self, x: Tensor) -> Tensor:
-        """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""
+        """The all-gather of `x [N, width]` by rank: `[size * N, width]` on each of them."""
         outer = marks.enter(marks.COLLECTIVES)
         if self._memory is not None:
             rows = self._memory.beside(x.view(1, -1), self.size * x.numel()).view(-1, x.shape[1])

@@ -57,7 +57,7 @@ class SharedNorms:
     def __init__(
         self, memories: Sequence[Tensor], lost: Tensor, rank: int, rows: int, width: int, dtype: torch.dtype
     ) -> None:
-        """`lost`: the host's word, as of `peer_words.addresses_of`."""
+        """`lost`: the word by which the host tells that a rank is gone; see `peer_words.addresses_of`."""
         self.rows = rows
         self.width = width
         self.dtype = dtype

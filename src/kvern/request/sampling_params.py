@@ -179,7 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     """Return log-probabilities of the sampled token and of this many most probable ones, from the model's logits."""
     prompt_logprobs: int | None = None
-    """Return the same for each prompt token but the first."""
+    """Return log-probabilities of each prompt token but the first, and of this many most probable ones."""
     prompt_logprobs_from: int = 1
     """Position of the first prompt token that gets them; tokens before it can come from the prefix cache."""
     skip_special_tokens: bool = True

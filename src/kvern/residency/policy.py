@@ -67,7 +67,7 @@ class Footprint:
     wake_seconds: float = 0.0
     """Seconds from asleep to awake."""
     cache: int = 0
-    """Those of the bytes awake that are taken as the KV cache fills."""
+    """The part of `awake` that is taken only as the KV cache fills."""
 
     def bytes_in(self, state: State) -> int:
         """Returns the bytes of memory that it holds in a state."""
@@ -271,7 +271,7 @@ class Residency:
         return Move(name, "cold")
 
     def postponed(self, name: str, footprint: Footprint) -> None:
-        """Ends a wake before it takes memory: the model needs more than was estimated, and waits for that."""
+        """Ends a wake before it takes memory, as the model needs more than was estimated: it waits for that much."""
         model = self._models[name]
         model.target, model.footprint = None, footprint
 

@@ -208,7 +208,8 @@ class _Inputs(NamedTuple):
 
 
 class _Decodes:
-    """Steps of so many requests; `slots` and `starts` are those of the next, `looked_up` its rows of the table."""
+    """The captured steps of `count` requests; `slots`, `starts` and `looked_up` (rows of the table) are the next step's
+    inputs."""
 
     def __init__(self, count: int, table: LookupTable | None) -> None:
         self.looked_up = None if table is None else torch.zeros(count, table.inputs, dtype=table.dtype)

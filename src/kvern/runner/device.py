@@ -51,7 +51,10 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def refuse(refused: Mapping[str, tuple[bool, str]], model: str) -> None:
-    """Raise ConfigError for the first option that is asked for, by its name: (whether it is, why not and a remedy)."""
+    """Raise ConfigError for the first option in `refused` that is asked for.
+
+    refused: by the option's name whether it is asked for, and why it is refused, with a remedy
+    """
     for what, (is_asked, reason) in refused.items():
         if is_asked:
             raise ConfigError(f"{what} does not go with {model}: {reason}")

@@ -215,7 +215,7 @@ class _Freed:
                 tensor.set_(tensor.new_empty(0).untyped_storage(), 0, (0,), (1,))
 
     def restored(self, memory: MappedMemory) -> Tensor:
-        """Lets them have new memory; returns its bytes."""
+        """Gives the tensors new memory; returns it as a tensor of bytes."""
         own = memory.tensor(memory.add(self._size).address, self._size)
         with torch.inference_mode():
             for tensor, *form in self._forms:

@@ -230,7 +230,7 @@ class DeviceMover:
         self._out: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stage = max(STAGE_BYTES, *(kind.heads * kind.padded for kind in kinds))
         self._stages: list[_Stage] = []
-        """The last one is the steps' thread's."""
+        """Each is used by one thread at a time; the last one is reserved for the thread that runs the steps."""
         for _ in range(STAGES):
             stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             memory = torch.empty(stage, dtype=torch.uint8, device=self._device)
@@ -238,7 +238,7 @@ class DeviceMover:
         self._turns = 0
         self._thread = threading.get_ident()
         self._written: dict[_Stage, torch.cuda.Event] = {}
-        """The events behind what was unpacked last from each stage."""
+        """The event after the last unpacking from each stage."""
         self._compile(kinds)
 
     def _compile(self, kinds: Iterable[_Kind]) -> None:

@@ -4,7 +4,7 @@ The kinds of steps that are captured as CUDA graphs are registered in `STEP_KIND
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -154,11 +154,9 @@ STEP_KINDS: list[MakeKind] = [_decodes, _verified_drafts, _prompts]
 """The kinds in the order in which they are tried for a step."""
 
 
-def step_kinds(
-    model: DeviceModel, options: GraphOptions, kinds: Iterable[MakeKind] | None = None
-) -> list[StepKind[Any, Any]]:
+def step_kinds(model: DeviceModel, options: GraphOptions) -> list[StepKind[Any, Any]]:
     """The kinds of steps of a model whose backend of attention can be captured."""
-    made = (make(model, options) for make in (STEP_KINDS if kinds is None else kinds))
+    made = (make(model, options) for make in STEP_KINDS)
     return [kind for kind in made if kind is not None]
 
 

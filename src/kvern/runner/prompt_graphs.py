@@ -67,7 +67,7 @@ class PromptShape(NamedTuple):
 
     @property
     def requests(self) -> int:
-        """Decodes, runs of prompts, the run that pads the tokens, and an empty one, which pads tiles."""
+        """The number of decodes, runs of prompts, and two that pad: one the tokens, an empty one the tiles."""
         return self.decodes + RUNS + 2
 
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CHANGES = SamplingNeeds.CONSTRAINTS | SamplingNeeds.REPETITIONS | SamplingNeeds.PROCESSORS | SamplingNeeds.GRAMMAR
 """The demands for which logits are changed."""
 BESIDE_KERNELS = ~SamplingNeeds.FILTERS
-"""The demands that captured steps do not meet; a number, since each step asks."""
+"""The demands that captured steps do not meet."""
 LOOKS_AT_ALL = SamplingNeeds.FILTERS | SamplingNeeds.RARE_FILTERS | SamplingNeeds.BEAMS
 """More than one token's logit decides."""
 

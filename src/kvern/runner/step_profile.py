@@ -14,9 +14,9 @@ HOST, DEVICE = ProfilerActivity.CPU, ProfilerActivity.CUDA
 
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity], *, parts: bool = False) -> Iterator[profile]:
-    """Records what runs in the block; at its end a GPU is waited for. On a CPU kernels have their names.
+    """Profiles what runs in the block, at whose end it waits for a GPU. Kernels of a CPU appear by name.
 
-    With `parts` those of steps and layers are events around what they launch; of graphs nothing is launched by part.
+    With `parts` the trace has an event for each layer and part around its launches, except in steps that run as graphs.
     """
     ranges = _Ranges()
     listener = marks.Marks(ranges.begin) if parts else marks.listener()

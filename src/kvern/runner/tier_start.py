@@ -125,9 +125,9 @@ def make_mover(groups: Sequence[HeadGroup], block_size: int, most_packed: int) -
 
 
 def identity_of(config: EngineConfig, cache: TieredCache, sums: str) -> Identity:
-    """What all pages of an engine have in common, however many ranks it has: weights, number formats, positions.
+    """The identity of all pages of an engine, however many ranks it has: weights, number formats, positions.
 
-    `sums`: of the mover.
+    `sums`: the name of the mover's checksum.
     """
     plan, layout = cache.plan, cache.layout
     turns = {

@@ -31,7 +31,7 @@ class EngineAdapters:
         self._reading: dict[int, asyncio.Future[None]] = {}
 
     async def read(self, adapter: NamedAdapter) -> None:
-        """Have the engine read one. Raises InvalidAdapter or EngineDied."""
+        """Let the engine load an adapter, and wait for it. Raises InvalidAdapter or EngineDied."""
         self._reading[adapter.key] = asyncio.get_running_loop().create_future()
         try:
             self.supervisor.send(LoadAdapter(adapter.key, adapter.path))
@@ -140,7 +140,7 @@ class ClientAdapters:
         self.forget_unloaded()
 
     def forget_unloaded(self) -> None:
-        """Have engines forget what was unloaded when their requests have ended, but for what they have yet to get."""
+        """Let engines drop unloaded adapters when their requests have ended; not those of prompts to be handed over."""
         handed = self._handed()
         for adapter in self._unloaded:
             for engine in self._engines():
@@ -148,7 +148,7 @@ class ClientAdapters:
                     engine.forget(adapter.key)
 
     async def read_all(self, engine: EngineAdapters, link: EngineLink) -> Mapping[int, InvalidAdapter]:
-        """Have a new engine read all that are in use; those that cannot be read, by key. Raises EngineDied."""
+        """Let a new engine load all adapters in use; returns those that cannot be read, by key. Raises EngineDied."""
         lost: dict[int, InvalidAdapter] = {}
         while True:  # others may be loaded meanwhile
             in_use = {adapter.key: adapter for adapter in (*self.names.all(), *self._still_used())}

@@ -22,7 +22,8 @@ def cached_tokens(levels: Sequence[Level], number: int) -> int:
 
 
 class _Engine:
-    """The names of one engine: `told` by it, and `expected` of it for so many requests."""
+    """The names of prefixes that one engine has cached (`told`), or will have once running requests are computed
+    (`expected`, with the number of these requests)."""
 
     def __init__(self) -> None:
         self.told: set[bytes] = set()

@@ -12,7 +12,7 @@ SEQUENCE_TOKENS = 64
 
 
 def answer_tokens(spec: RequestSpec) -> int:
-    """Returns the work of the answers in tokens: all their tokens, if only their length ends them."""
+    """Returns the work of the answers in tokens: `max_tokens` of each if nothing else can end it, else an estimate."""
     may_end = spec.stop_token_ids or spec.params.stop_strings or spec.grammar is not None
     return spec.params.sequences * (SEQUENCE_TOKENS if may_end else spec.max_tokens)
 

@@ -1,7 +1,7 @@
-"""The engines of one model: which of them is given a request, and what becomes of it when that one is gone.
+"""The engines of one model: the choice of an engine for a request, and of another one when that engine is gone.
 
-A conversation returns to where its earlier turns are cached, unless more waits there than that would spare: then
-another computes the prompt once, and has it cached for what else begins with it. See `choice.py`.
+A conversation returns to the engine that has its earlier turns cached, unless the work that waits there exceeds what
+the cache saves: then another engine computes the prompt, and has it cached, too. See `choice.py`.
 """
 
 import asyncio

@@ -59,7 +59,7 @@ class Generation:
         self.levels: Sequence[Level] = ()
         """Engines that had some of it cached when its own was chosen."""
         self.expected: Expected | None = None
-        """The names that its engine will have cached soon."""
+        """The names of prefixes that its engine will have cached once it has computed the prompt."""
         self.workload: Workload | None = None
         """The requests among which it is, until it has ended."""
         self.tokens = 0
@@ -328,7 +328,8 @@ class Workload:
                 self.clear(generation)
 
     def _hand_over(self, events: Sequence[TokenEvent], handed_over: Callable[[Generation], None]) -> list[TokenEvent]:
-        """Let other engines go on with prompts that are computed; the events of other requests, and those of faults."""
+        """Let other engines go on with prompts that are computed; returns the events of other requests, and those of
+        faults."""
         others = []
         for event in events:
             generation = self.running.get(generation_id(event.request_id))

@@ -192,7 +192,7 @@ def compile_grammar(structured: StructuredOutput, library: GrammarLibrary) -> st
 
 
 def _tried(grammar: str, library: GrammarLibrary) -> str:
-    """The grammar, whose matcher is made, and follows a sample answer, within limits of computing time."""
+    """The grammar, if its matcher can be made and follow a sample answer within limits of computing time."""
     start = time.thread_time()
     matcher = library.matcher(grammar)
     _check_time("to begin the answer", time.thread_time() - start, LONGEST_MAKING_SECONDS)

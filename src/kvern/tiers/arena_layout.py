@@ -19,6 +19,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from kvern.errors import ConfigError
@@ -135,3 +136,8 @@ def runs(cells: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
         if end == len(cells) or cells[end] != last + 1 or (last + 1) % most == 0:
             yield first, end - first
             first = end
+
+
+def gather(parts: Sequence[memoryview], place: memoryview) -> None:
+    """Copy the parts of a page, one after the other, to `place`, which is as long as all of them."""
+    np.concatenate([np.frombuffer(part, np.uint8) for part in parts], out=np.frombuffer(place, np.uint8))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvern.tiers.arena_layout import ENTRY_BYTES, LARGEST_PAGE, Entry, Layout, runs
+from kvern.tiers.arena_layout import ENTRY_BYTES, LARGEST_PAGE, Entry, Layout, gather, runs
 from kvern.tiers.store import Identity, read_bytes
 
 LARGEST_CELL, SMALLEST_CELL = 64 << 10, 1 << 10
@@ -202,11 +202,7 @@ class HostStore:
         [lent] = self.lend([name], [len(place)])
         if lent is None:
             return False
-        target = np.frombuffer(place, np.uint8)
-        start = 0
-        for part in lent.parts:
-            np.copyto(target[start : start + len(part)], part)
-            start += len(part)
+        gather(lent.parts, place)
         self.give_back([lent])
         return True
 

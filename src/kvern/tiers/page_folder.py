@@ -126,8 +126,8 @@ class PageFolder:
 
     @classmethod
     def made(cls, path: Path) -> "PageFolder":
-        """Opens a folder, which is made if it is missing or empty. Raises ValueError if it has something else, or
-        OSError."""
+        """Opens a folder of pages, or makes one where nothing or an empty folder is. Raises ValueError if it has other
+        files, or OSError."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (path / MARK).exists():
             _check_empty(path)

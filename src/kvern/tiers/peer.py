@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from kvern.tiers.arena import map_part, siblings
-from kvern.tiers.arena_layout import ENTRY_BYTES, Entry, Layout, runs
+from kvern.tiers.arena_layout import ENTRY_BYTES, Entry, Layout, gather, runs
 
 PEER = "peer"
 """The option of this store."""
@@ -230,8 +228,7 @@ class PeerStore:
         lent = self.lend(names, [len(place) for place in places])
         for one, place in zip(lent, places, strict=True):
             if one is not None:
-                target = np.frombuffer(place, np.uint8)
-                np.concatenate([np.frombuffer(part, np.uint8) for part in one.parts], out=target)
+                gather(one.parts, place)
         return [one is not None for one in lent]
 
     def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:

@@ -16,7 +16,6 @@ from kvern.errors import ConfigError, did_you_mean, without_passwords
 from kvern.plugins import Plugins
 
 NAME_BYTES = 32
-IDENTITY_BYTES = 16
 
 
 @dataclass(frozen=True)

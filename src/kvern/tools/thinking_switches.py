@@ -54,7 +54,7 @@ class Switches:
     @property
     def turns_off(self) -> bool:
         """True if one of the names can turn thinking off."""
-        efforts = [self._effort(name, "none") for name in EFFORTS if name in self.read]
+        efforts = [self._no_effort(name) for name in EFFORTS if name in self.read]
         return any(name in self.read for name in (*SWITCHES, *REVERSED, *BUDGETS)) or any(efforts)
 
     @property
@@ -97,13 +97,13 @@ class Switches:
     def _wanted_effort(self, name: str, enabled: bool | None, effort: Any) -> Any:
         """The requested effort; None: the template's default."""
         if enabled is False:
-            return self._effort(name, "none") or effort
+            return self._no_effort(name) or effort
         is_only_switch = enabled and not any(each in self.read for each in (*SWITCHES, *REVERSED))
         if effort is None and is_only_switch and any(_word(text) in OFF for text in self.read[name]):
             return _nearest("high", self.read[name])
         return effort
 
-    def _effort(self, name: str, effort: str) -> str | None:
+    def _no_effort(self, name: str) -> str | None:
         """The text for no effort, or the least one that counts as none."""
         texts = self.read[name]
         least = [text for words in (OFF, ("minimal",)) for text in texts if _word(text) in words]

@@ -8,7 +8,7 @@
         decode            from its first token to its last
       detokenize          from the first text of its answers to the last, in the server
 
-Attributes are those of OpenTelemetry's semantic conventions for generative AI, as of CONVENTIONS, and `kvern.*` beside.
+Attributes are those of OpenTelemetry's semantic conventions for generative AI, version 1.44, and `kvern.*` beside.
 """
 
 import random
@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from kvern.request.record import RequestRecord
 from kvern.traces.spans import Context, Event, Span, Value
 
-CONVENTIONS = "1.44.0"
-"""The version of the semantic conventions whose names are used."""
 OPERATION = "gen_ai.operation.name"
 PROVIDER = "gen_ai.provider.name"
 REQUEST_MODEL = "gen_ai.request.model"

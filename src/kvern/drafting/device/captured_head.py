@@ -31,11 +31,11 @@ class CapturedHead:
         self._captures = True
 
     def forward(self, scheduled: Sequence[ScheduledTokens], states: Tensor, *, told: bool) -> Tensor | None:
-        """The states `[T, hidden]` that lead to what follows the tokens behind those of a step, which are in the rows.
+        """The head's states `[T, hidden]` for the tokens of a step, each computed with the token after it.
 
-        states  `[T, state_size]`, if the model has `told` them, else `[T, hidden]`: of the step's tokens
+        These next tokens are in the rows. None: the step is too large, or could not be captured.
 
-        None: it is not captured.
+        states  of the step's tokens: `[T, state_size]` if they come from the model (`told`), else the head's own
         """
         slots = [item.slot for item in scheduled for _ in range(item.count)]
         starts = [item.start + place for item in scheduled for place in range(item.count)]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvern.errors import UnsupportedModel
+from kvern.models.families.vit import flat
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import BiasSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename
@@ -11,11 +12,6 @@ from kvern.spec.vision import ImageTokens, PoolingSpec, VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def _flat(weight: "Tensor", spec: ModelSpec) -> "Tensor":
-    """The kernel of a convolution without overlap as the matrix of a patch's pixels."""
-    return weight.flatten(1)
 
 
 def _transposed(weight: "Tensor", spec: ModelSpec) -> "Tensor":
@@ -32,7 +28,7 @@ _RENAMES = (
     Rename(_LAYER + r"mlp\.fc1\.", r"model.layers.\3.mlp.up_proj."),
     Rename(_LAYER + r"mlp\.fc2\.", r"model.layers.\3.mlp.down_proj."),
     Rename(_LAYER, r"model.layers.\3."),
-    Rename(_TOWER + r"embeddings\.patch_embedding\.weight$", "model.patches.patch_proj.weight", _flat),
+    Rename(_TOWER + r"embeddings\.patch_embedding\.weight$", "model.patches.patch_proj.weight", flat),
     Rename(_TOWER + r"embeddings\.patch_embedding\.bias$", "model.patches.patch_proj.bias"),
     Rename(_TOWER + r"embeddings\.position_embedding\.", "model.pos_embed."),
     Rename(_TOWER + r"post_layernorm\.", "model.last_norm."),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvern.errors import UnsupportedModel, shown
 from kvern.models.describe import check_settings, read_activation
+from kvern.models.families.vit import flat
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import BiasSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename, RopeSpec
@@ -22,11 +23,6 @@ def _halves(weight: "Tensor", spec: ModelSpec) -> "Tensor":
     query, key, value = weight.chunk(3)
     turned = (torch.unflatten(part, 0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) for part in (query, key))
     return torch.cat((*turned, value))
-
-
-def _flat(kernel: "Tensor", spec: ModelSpec) -> "Tensor":
-    """The kernel of a convolution without overlap as the matrix of a patch's pixels."""
-    return kernel.flatten(1)
 
 
 def _row_by_row(table: "Tensor", spec: ModelSpec) -> "Tensor":
@@ -51,7 +47,7 @@ _RENAMES = (
     Rename(_LAYER + r"attn\.", r"model.layers.\2.self_attn."),
     Rename(_LAYER + r"mlp\.fc1\.", r"model.layers.\2.mlp.up_proj."),
     Rename(_LAYER + r"mlp\.fc2\.", r"model.layers.\2.mlp.down_proj."),
-    Rename(_TOWER + r"patch_embed\.proj\.weight$", "model.patches.patch_proj.weight", _flat),
+    Rename(_TOWER + r"patch_embed\.proj\.weight$", "model.patches.patch_proj.weight", flat),
     Rename(_TOWER + r"patch_embed\.proj\.bias$", "model.patches.patch_proj.bias"),
     Rename(_TOWER + r"patch_embed\.pos_emb\.(weight|position_embeddings)$", "model.pos_embed.weight", _row_by_row),
     Rename(_TOWER + r"final_layernorm\.", "model.last_norm."),

@@ -24,7 +24,7 @@ _AS_PUBLISHED = {
     "mamba_hidden_act": "silu",
     "residual_in_fp32": False,
 }
-"""Settings of the files that all models have alike."""
+"""Settings that have the same value in the files of all models."""
 _RENAMES = (
     Rename(r"^backbone\.", "model."),
     Rename(r"^model\.embeddings\.", "model.embed_tokens."),

@@ -1,23 +1,15 @@
 """The encoder of images of Pixtral and Mistral 3 (https://arxiv.org/abs/2410.07073)."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import read_activation
+from kvern.models.families.vit import flat
 from kvern.models.registry import Config
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, NormSpec, Rename, RopeSpec
 from kvern.spec.vision import ImageTokens, MergingSpec, PatchRopeSpec, VisionSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def _flat(weight: "Tensor", spec: ModelSpec) -> "Tensor":
-    """The kernel of a convolution without overlap as the matrix of a patch's pixels."""
-    return weight.flatten(1)
-
 
 _LAYER = r"^(model\.)?vision_tower\.transformer\.layers\.(\d+)\."
 _RENAMES = (
@@ -25,7 +17,7 @@ _RENAMES = (
     Rename(_LAYER + r"ffn_norm\.", r"model.layers.\2.post_attention_layernorm."),
     Rename(_LAYER + r"attention\.", r"model.layers.\2.self_attn."),
     Rename(_LAYER + r"feed_forward\.", r"model.layers.\2.mlp."),
-    Rename(r"^(model\.)?vision_tower\.patch_conv\.", "model.patches.patch_proj.", _flat),
+    Rename(r"^(model\.)?vision_tower\.patch_conv\.", "model.patches.patch_proj.", flat),
     Rename(r"^(model\.)?vision_tower\.ln_pre\.", "model.ln_pre."),
     Rename(r"^(model\.)?multi_modal_projector\.patch_merger\.", "model.projector."),
     Rename(r"^(model\.)?multi_modal_projector\.", "model.projector."),

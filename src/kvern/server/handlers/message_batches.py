@@ -38,7 +38,7 @@ from kvern.server.stores.files import Object, Store, paths_of_batch
 
 JSON_LINES = "application/x-jsonl"
 LEFT = {"cancelled": "canceled", "expired": "expired"}
-"""What becomes of requests without an answer, by the status of a batch that has ended; else they are errors."""
+"""The result of a request without an answer, by the status of its ended batch; for any other status it is an error."""
 
 
 class MessageBatches:

@@ -121,8 +121,8 @@ def read_files(folder: Path) -> ModelFiles:
 
 
 def entry(name: str, models: Sequence[str], files: ModelFiles) -> dict[str, Any]:
-    """Returns an entry in the list of models, of the names `models` or of an adapter of theirs; a name without a tag
-    gets ollama's."""
+    """Returns an entry of the list of models, for one of the names `models` or for an adapter; a name without a tag
+    gets `:latest`."""
     full = name if ":" in name else name + LATEST
     details = files.details if name in models else {**files.details, "parent_model": models[0]}
     modified = timestamp(files.modified)
