@@ -294,6 +294,9 @@ def test_a_server_of_both_kinds(tiny_model: Path) -> None:
         name = served.client().completions.create(model="tiny", prompt=f"And {text}", max_tokens=4).id
         explained = served.raw("GET", f"/v1/requests/{name}/explain")[2]
         assert "prefill" in {part["cause"] for part in explained["causes"]} and not explained["moves"]
+        [prompt] = explained["prompts"]
+        assert prompt["engine"] == "0" and prompt["chunks"] and not prompt["cached"].get("peer")
+        assert [one["engine"] for one in explained["records"]] == ["1"]
         told = served.raw("GET", "/ready")[2]
         assert "degraded" not in told
         assert [(one["engine"], one["role"]) for one in told["engines"]] == [("0", "prefill"), ("1", "decode")]

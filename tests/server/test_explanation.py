@@ -4,7 +4,7 @@ import gc
 import weakref
 from typing import Any
 
-from kvern.request.record import MOST_CHUNKS, Gap, RequestRecord
+from kvern.request.record import MOST_CHUNKS, Chunk, Gap, RequestRecord
 from kvern.server.explanation import MOST_EVENTS, explained
 from kvern.serving.served import BASE_BYTES, MOST_RECORDS, PART_BYTES, Ledger, ServedRequest
 
@@ -65,6 +65,25 @@ def test_the_time_before_the_first_token_is_the_prompt_s() -> None:
     assert computed(first_token=1.5, preemptions=(0.6, 2.0), preemption_count=2) == {"computing": 1.2}
     assert computed(first_token=1.5, undone=1) == {"computing": 1.2}
     assert computed(undone=1) == {"prompt": 1.2}
+
+
+def test_a_prompt_that_another_engine_computed_has_its_record() -> None:
+    served = request(status=200, ended=2.5)
+    passage = served.given("0")
+    size = served.size
+    computed = record(first_step=0.1, chunks=(Chunk(0.1, 0.4, 0, 6), Chunk(0.4, 0.6, 6, 3)), ended=0.6)
+    served.handed_over(passage, computed)
+    assert served.size > size and served.prompts == [("0", computed)]
+    assert not served.records and not served.answers and not served.moves, "it is no answer"
+    served.given("1", 0)
+    served.recorded("1", record(first_step=0.7))
+    told = explained(served)
+    assert [(one["engine"], one["prompt_tokens"]) for one in told["prompts"]] == [("0", 9)]
+    assert [one["engine"] for one in told["records"]] == ["1"]
+    events = [(one["seconds"], one["text"]) for one in told["timeline"]]
+    assert (0.1, "its prompt gets a row in engine 0") in events
+    assert (0.4, "its prompt: tokens 6 to 8 are computed in 200.0 ms") in events
+    assert (0.6, "its prompt is computed") in events
 
 
 def test_an_engine_that_tells_nothing_of_a_request_is_named() -> None:

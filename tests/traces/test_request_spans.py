@@ -56,6 +56,16 @@ def test_engines_follow_each_other() -> None:
     assert [span.parent for span in spans[7:]] == [0, 7, 7, 9, 9, 7]
 
 
+def test_a_prompt_that_another_engine_computed_has_spans_of_its_own() -> None:
+    spans = request_spans(WHOLE, [RECORD], prompts=[RECORD])
+    assert [span.name for span in spans] == [
+        WHOLE.name,
+        *("prefill engine", "queue", "prefill", "prefill chunk", "prefill chunk"),
+        *("engine", "queue", "prefill", "prefill chunk", "prefill chunk", "decode"),
+    ]
+    assert [span.parent for span in spans[1:7]] == [0, 1, 1, 3, 3, 0]
+
+
 def test_what_a_request_waits_for_alone_has_spans_before_its_first_step_and_after_a_preemption() -> None:
     waits = OwnWait("grammar", 0.0, 0.25), OwnWait("load", 0.25, 1.0), OwnWait("load", 3.0, 3.5)
     record = msgspec.structs.replace(RECORD, own_waits=waits, cached={"device": 8, "disk": 8})

@@ -73,6 +73,7 @@ def explained(served: ServedRequest) -> dict[str, Any]:
         "moves": served.moves,
         "answers": served.answers,
         "records": [{"engine": engine, **_named(record)} for engine, record in records],
+        "prompts": [{"engine": engine, **_named(record)} for engine, record in served.prompts],
     }
 
 
@@ -178,14 +179,19 @@ def _events(served: ServedRequest, records: list[RequestRecord]) -> Iterator[tup
         yield passage.given, f"engine {passage.engine} gets it"
         if passage.until is not None:
             yield passage.until, f"engine {passage.engine} gives it up: {passage.reason}"
+    for engine, record in served.prompts:
+        start = record.arrived - served.arrived
+        if record.first_step is not None:
+            yield start + record.first_step, f"its prompt gets a row in engine {engine}"
+        yield from _chunks(record, start, "its prompt")
+        for time in record.preemptions:
+            yield start + time, "its prompt loses its row to others"
+        yield start + record.ended, "its prompt is computed"
     for record in records:
         start, name = record.arrived - served.arrived, record.request_id.rpartition("-")[2]
         if record.first_step is not None:
             yield start + record.first_step, f"answer {name} gets a row"
-        for chunk in record.chunks:
-            first, last = chunk.start, chunk.start + chunk.tokens - 1
-            took = _shown(chunk.ended - chunk.began)
-            yield start + chunk.began, f"answer {name}: tokens {first:,} to {last:,} are computed in {took}"
+        yield from _chunks(record, start, f"answer {name}")
         for time in record.preemptions:
             yield start + time, f"answer {name} loses its row to others"
         if record.first_token is not None:
@@ -197,6 +203,14 @@ def _events(served: ServedRequest, records: list[RequestRecord]) -> Iterator[tup
         yield served.first_byte, "the first byte goes out"
     if served.ended is not None:
         yield served.ended, f"it has ended with status {served.status}"
+
+
+def _chunks(record: RequestRecord, start: float, name: str) -> Iterator[tuple[float, str]]:
+    """Yields the events of the parts of a prompt."""
+    for chunk in record.chunks:
+        first, last = chunk.start, chunk.start + chunk.tokens - 1
+        took = _shown(chunk.ended - chunk.began)
+        yield start + chunk.began, f"{name}: tokens {first:,} to {last:,} are computed in {took}"
 
 
 def _named(record: RequestRecord) -> dict[str, Any]:

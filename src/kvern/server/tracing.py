@@ -55,7 +55,8 @@ class Tracing:
 def trace_of(served: ServedRequest, trace_id: bytes, parent_id: int) -> Trace:
     """Returns the trace of a request that has ended."""
     records = sorted((record for _, record in served.records), key=lambda record: record.arrived)
-    return Trace(trace_id, parent_id, names.request_spans(_whole(served, records), records, _text(served)))
+    prompts = [record for _, record in served.prompts]
+    return Trace(trace_id, parent_id, names.request_spans(_whole(served, records), records, _text(served), prompts))
 
 
 def _text(served: ServedRequest) -> Span | None:

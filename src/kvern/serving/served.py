@@ -41,6 +41,8 @@ class Passage:
     until: float | None = None
     """The time at which it had to give the prompt up; None: it did not."""
     reason: str | None = None
+    prompt: bytes | None = None
+    """The record of a prompt that it computed for another engine, if it made one."""
 
 
 @dataclass(slots=True)
@@ -105,12 +107,18 @@ class ServedRequest:
     def size(self) -> int:
         """The bytes that it takes, about."""
         parts = len(self.passages) + len(self._records)
-        return BASE_BYTES + PART_BYTES * parts + sum(len(content) for _, content in self._records)
+        contents = [*(content for _, content in self._records), *(one.prompt or b"" for one in self.passages)]
+        return BASE_BYTES + PART_BYTES * parts + sum(map(len, contents))
 
     @property
     def records(self) -> Sequence[tuple[str, RequestRecord]]:
         """The records of its answers, each with the name of the engine."""
         return [(engine, decode(content)) for engine, content in self._records]
+
+    @property
+    def prompts(self) -> Sequence[tuple[str, RequestRecord]]:
+        """The records of prompts that engines computed for others, each with the name of the engine."""
+        return [(one.engine, decode(one.prompt)) for one in self.passages if one.prompt is not None]
 
     @property
     def waits(self) -> dict[Wait, float]:
@@ -131,13 +139,15 @@ class ServedRequest:
 
     def lost(self, passage: Passage, reason: str) -> None:
         """The engine gives a prompt up that has not ended."""
-        self.handed_over(passage, reason)
-        self.moves += 1
-
-    def handed_over(self, passage: Passage, reason: str = PREFILLED) -> None:
-        """Another engine goes on with a prompt, as was intended."""
         passage.until = self.seconds
         passage.reason = reason
+        self.moves += 1
+
+    def handed_over(self, passage: Passage, record: RequestRecord | None) -> None:
+        """Another engine goes on with a prompt, as was intended."""
+        passage.until = self.seconds
+        passage.reason = PREFILLED
+        passage.prompt = None if record is None else encode(record)
 
     def recorded(self, engine: str, record: RequestRecord) -> None:
         """An answer has ended in an engine."""

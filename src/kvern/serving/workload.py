@@ -14,6 +14,7 @@ from kvern.errors import EngineUnavailable, KvernError, RequestFailed, Unreadabl
 from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import RequestOutput
+from kvern.request.record import RequestRecord
 from kvern.request.request import Progress, RequestSpec
 from kvern.serving.prefix_index import EnginePrefixes, Expected, Level, cached_tokens
 from kvern.serving.prefix_record import answer_tokens
@@ -113,10 +114,10 @@ class Generation:
         params, is_new = self.spec.params, not any(answer.token_ids for answer in self.output.outputs)
         return is_new and not self.handed_over and not self.spec.embed and params.prompt_logprobs is None
 
-    def hand_over(self) -> None:
-        """Its prompt is computed: another engine goes on."""
+    def hand_over(self, record: RequestRecord | None) -> None:
+        """Its prompt is computed, with this record: another engine goes on."""
         if self.served is not None and self._passage is not None:
-            self.served.handed_over(self._passage)
+            self.served.handed_over(self._passage, record)
             self._passage = None
         self.hands_over, self.handed_over = False, True
         self.begun_at = 0.0
@@ -341,7 +342,7 @@ class Workload:
                 self._remove(generation.output.request_id)
                 self.clear(generation)
                 self._metrics.handed_over()
-                generation.hand_over()
+                generation.hand_over(event.record)
                 handed_over(generation)
         return others
 

@@ -1,6 +1,7 @@
 """The spans of a request, made of its records when it has ended: names, attributes, and which requests are traced.
 
     request               the client's request, in the server
+      prefill engine      its prompt's time in one that computed it for another: the same without `decode`
       engine              its time in one engine
         queue             the time before its first step
           load            keys and values come from a KV tier; `grammar`, `images` and `turn` are other waits of its own
@@ -30,6 +31,8 @@ FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 ERROR_TYPE = "error.type"
 STATUS_CODE = "http.response.status_code"
 URL_PATH = "url.path"
+PREFILL_ENGINE = "prefill engine"
+"""The name of the span of a prompt in an engine that computed it for another."""
 
 SLOWEST = 0.01
 """The share of the slowest requests, all of which are traced."""
@@ -68,8 +71,11 @@ class Sampling:
         return is_slow
 
 
-def engine_spans(record: RequestRecord, parent: int, place: int) -> list[Span]:
-    """The spans of an answer's time in one engine: the first is at `place` of the trace, within that at `parent`."""
+def engine_spans(record: RequestRecord, parent: int, place: int, name: str = "engine") -> list[Span]:
+    """The spans of an answer's time in one engine: the first is at `place` of the trace, within that at `parent`.
+
+    `name`: of the first.
+    """
     began = record.arrived
 
     def span(name: str, start: float, end: float, within: int, **more: Value) -> Span:
@@ -88,7 +94,7 @@ def engine_spans(record: RequestRecord, parent: int, place: int) -> list[Span]:
         **{f"kvern.cached_tokens.{source}": count for source, count in record.cached.items()},
         **{f"kvern.wait.{cause}": seconds for cause, seconds in record.waits.items()},
     }
-    found = [Span("engine", began, began + record.ended, parent, whole, events)]
+    found = [Span(name, began, began + record.ended, parent, whole, events)]
     queued = record.ended if record.first_step is None else record.first_step
     found.append(span("queue", 0, queued, place))
     for wait in record.own_waits:
@@ -103,16 +109,23 @@ def engine_spans(record: RequestRecord, parent: int, place: int) -> list[Span]:
         for chunk in record.chunks:
             of_chunk = {"kvern.tokens": chunk.tokens, "kvern.position": chunk.start}
             found.append(span("prefill chunk", chunk.began, chunk.ended, prefill, **of_chunk))
-    if record.first_token is not None:
+    if record.first_token is not None and name != PREFILL_ENGINE:
         steps = {"kvern.steps": record.steps, "kvern.company": record.company}
         drafts = {"kvern.draft_tokens": record.drafts.verified, "kvern.accepted_tokens": record.drafts.accepted}
         found.append(span("decode", record.first_token, record.ended, place, **steps, **drafts))
     return found
 
 
-def request_spans(whole: Span, records: Sequence[RequestRecord], text: Span | None = None) -> list[Span]:
-    """The spans of a request, of which `whole` is the first, with its time in each engine; `text`: what made text."""
+def request_spans(
+    whole: Span, records: Sequence[RequestRecord], text: Span | None = None, prompts: Sequence[RequestRecord] = ()
+) -> list[Span]:
+    """The spans of a request, of which `whole` is the first, with its time in each engine; `text`: what made text.
+
+    `prompts`: the records of its prompts in engines that computed these for others.
+    """
     found = [whole]
+    for record in prompts:
+        found += engine_spans(record, 0, len(found), PREFILL_ENGINE)
     for record in records:
         found += engine_spans(record, 0, len(found))
     return found if text is None else [*found, text]
