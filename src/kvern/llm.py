@@ -190,7 +190,7 @@ class LLM(PythonApi):
         )
 
     def _pooled(self, prompts: Sequence[Prompt], most: int | None, progress: bool) -> list[bytes]:
-        """What the model makes of each prompt, float32 and little-endian."""
+        """The model's vector of each prompt, float32 and little-endian."""
         several = cut_prompts(prompts, most, self._inputs, ends=False)
         outputs = self._all(several, [None] * len(several), progress, embed=True)
         return [output.embedding or b"" for output in outputs]

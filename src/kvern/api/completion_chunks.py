@@ -100,7 +100,7 @@ class Deltas:
     def __init__(self, options: AnswerOptions) -> None:
         self._options = options
         self._inputs: dict[int, InputReader] = {}
-        """Of calls of custom tools, whose input is decoded."""
+        """The calls of custom tools, whose input is decoded."""
 
     def next(self, pieces: Sequence[Piece], ended: bool) -> dict[str, Any]:
         """Returns the next pieces; `ended`: there are no more."""

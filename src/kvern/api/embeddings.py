@@ -59,7 +59,7 @@ class EmbeddingBody:
 
     @property
     def images(self) -> list[bool]:
-        """Of each input whether it is an image."""
+        """True for each input that is an image."""
         return [isinstance(one, MediaPart) for one in self.inputs]
 
 

@@ -57,7 +57,7 @@ class PagedAttention:
         return None if self._eight_bit is None else self._eight_bit.scales[layer]
 
     def cached(self, layer: int) -> CachedLayer:
-        """What kernels are told of a layer."""
+        """The arguments of kernels that describe a layer."""
         return cached_layer(self._layers[layer], self.caches[layer], self.scales(layer), self._sinks[layer])
 
     def plan(self, batch: DeviceBatch) -> "PagedStep":

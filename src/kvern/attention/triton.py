@@ -35,7 +35,7 @@ LEAST_KEYS = 512
 def cached_layer(
     spec: AttentionSpec, cache: torch.Tensor, scales: torch.Tensor | None = None, sinks: torch.Tensor | None = None
 ) -> CachedLayer:
-    """What kernels are told of a layer; `scales` and `sinks` as in `CachedLayer`."""
+    """The arguments of kernels that describe a layer; `scales` and `sinks` as in `CachedLayer`."""
     return CachedLayer(cache, spec.scale, spec.window, spec.softcap, scales, sinks)
 
 

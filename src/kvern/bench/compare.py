@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def runs(self) -> str:
-        """How many runs there are, for people."""
+        """The number of runs, as text."""
         return f"{len(self.a)} pairs" if self.pairs else f"{len(self.a)} and {len(self.b)}"
 
 

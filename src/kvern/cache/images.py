@@ -71,7 +71,7 @@ class EncoderLimits:
 
 
 class Stage(enum.Enum):
-    """How far an image is."""
+    """The progress of an image."""
 
     DECODING = "decoding"
     ENCODING = "encoding"
@@ -108,9 +108,9 @@ class ImagePool(CacheExtension):
         self._tree = memory.tree
         self._pool = BlockPool(limits.places)
         self._images: OrderedDict[bytes, _Image] = OrderedDict()
-        """By their names, the one that was wanted longest ago first."""
+        """The images by name; the one wanted longest ago is the first."""
         self._pending: dict[int, _Image] = {}
-        """Those that are not READY, by number."""
+        """The images that are not READY, by number."""
         self._spans: WeakKeyDictionary[Request, Sequence[ImageSpan]] = WeakKeyDictionary()
         self._running: dict[Request, None] = {}
         """Running requests whose images are not all computed."""
@@ -286,7 +286,7 @@ class ImagePool(CacheExtension):
         return found
 
     def ready(self) -> list[Request]:
-        """Those that waited for places go on if there are some: the first ones first."""
+        """Let requests that wait for free rows go on if there are some, in their order."""
         found = list[Request]()
         for request in list(self._hungry):
             spans = self._want(request, self._waiting[request])

@@ -73,7 +73,7 @@ class Part(Enum):
     BLOCKS = "blocks"
     """Keys and values of layers without a window."""
     WINDOWS = "windows"
-    """Those of layers with a window, in all of their block tables."""
+    """The blocks of layers with a window, in all of their block tables."""
     STATE = "state"
     """The state of layers after the last token."""
     DRAFT = "draft"
@@ -159,7 +159,7 @@ class TierIndex(Protocol):
     """
 
     identity: bytes
-    """What the content keys begin with: the model, its number formats, the size of blocks."""
+    """The beginning of content keys: the model, its number formats, the size of blocks."""
     keeps_drafts: bool
     """There is a draft model whose keys are kept, `Part.DRAFT`."""
 

@@ -86,7 +86,7 @@ class TierTraffic(CacheExtension):
         """The steps from which on waiting requests are looked at again."""
         self._stores = [*tier.figures()]
         self._came: WeakKeyDictionary[Request, list[tuple[str, int, int]]] = WeakKeyDictionary()
-        """What has been loaded for waiting requests: the store, the first token that it gave, and the one after it."""
+        """A load for a waiting request: the store, the first token that it gave, and the one after it."""
         self._questions: dict[Request, int] = {}
         self._unanswered: dict[Request, None] = {}
         """Requests that wait for what distant stores answer."""
@@ -291,7 +291,7 @@ class TierTraffic(CacheExtension):
     def _look(
         self, request: Request, contents: Sequence[int], reserve: int
     ) -> tuple[KnownPrompt, list[LoadedPage]] | None:
-        """What may be loaded for a request; None: nothing, or it would not fit now."""
+        """The pages that may be loaded for a request; None: there are none, or they would not fit now."""
         prompt = self._prompt(request, contents)
         page_tokens = self._page_blocks * self._block_size
         if request.most_cached // page_tokens * page_tokens <= prompt.usable:
@@ -320,7 +320,7 @@ class TierTraffic(CacheExtension):
         return self._blocks.fit(needed, reserve + self.promised)
 
     def _find(self, prompt: KnownPrompt, following: Iterator[tuple[bytes, int]]) -> list[LoadedPage]:
-        """What has to be loaded so that a request can continue as late as possible; nothing if it cannot later."""
+        """The pages to load so that a request can continue as late as possible; none if it cannot continue later."""
         beyond = [*takewhile(lambda page: not self._has_blocks or self._has(prompt, page[0], Part.BLOCKS), following)]
         if self._windows is None and self._states is None:
             return [loaded_page(prompt, key, Part.BLOCKS, end) for key, end in beyond]

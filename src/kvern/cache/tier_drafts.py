@@ -39,7 +39,7 @@ class DraftTraffic:
             del self._rows[request.slot]
 
     def offer(self, output: SchedulerOutput, wants: Callable[[Node], bool]) -> None:
-        """Behind a step that asks for drafts of a request there are keys of all its tokens that are known."""
+        """After a step that asks for drafts of a request, the draft model has keys of all its known tokens."""
         for item in output.scheduled:
             request = self._rows.get(item.slot)
             if request is not None and item.guesses:

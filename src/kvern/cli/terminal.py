@@ -1,4 +1,4 @@
-"""What a terminal shows of a conversation: text broken between words, dim figures, and a line while one waits."""
+"""A conversation in a terminal: text broken between words, dim figures, and a line while one waits."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class SaidPart(msgspec.Struct):
 
 
 class SaidStep(msgspec.Struct):
-    """Where the time of an engine's steps of one kind goes."""
+    """The time of an engine's steps of one kind, by part."""
 
     step: str
     seconds: float = 0.0

@@ -51,7 +51,7 @@ class InputBatch:
 
     @property
     def ends(self) -> torch.Tensor | None:
-        """Where the keys end that tokens see in layers with spans, [T] int64; None: behind the tokens themselves."""
+        """The end of the keys that each token sees in layers with spans, [T] int64; None: after the token itself."""
         if not self.spans:
             return None
         found = self.positions + 1

@@ -19,7 +19,7 @@ class CoreTiming(NamedTuple):
     pace: Pace | None = None
     """The seconds that steps with decodes should take; None: however long."""
     watch: StepWatch | None = None
-    """What is told the ids of a step's requests, before it begins."""
+    """A function that is called with the ids of a step's requests before the step begins."""
     clock: Callable[[], float] = time.monotonic
     """Seconds, from any moment on."""
     sleep: Callable[[float], None] = time.sleep

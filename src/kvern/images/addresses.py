@@ -138,7 +138,7 @@ class Fetcher:
 
 
 async def _answer(session: aiohttp.ClientSession, url: URL, take: Callable[[int], None]) -> bytes | str:
-    """What is at an address: a file, or another address. Raises InvalidRequest."""
+    """The answer of an address: a file, or another address. Raises InvalidRequest."""
     async with session.get(url, allow_redirects=False) as answer:
         target = answer.headers.get("location")
         if answer.status in (301, 302, 303, 307, 308) and target is not None:

@@ -31,7 +31,7 @@ TURNS: Mapping[object, str] = {
     7: "TRANSVERSE",
     8: "ROTATE_90",
 }
-"""What turns a picture upright, by EXIF's orientation, under Pillow's names."""
+"""The operations that turn a picture upright, by EXIF's orientation, under Pillow's names."""
 TURNED = (5, 6, 7, 8)
 """The orientations with which width and height change places."""
 ORIENTATION = 0x0112

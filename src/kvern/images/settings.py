@@ -1,4 +1,4 @@
-"""What decides the pixels of images: sizes, filters and colours, by the settings in a model's folder."""
+"""The settings that decide the pixels of images: sizes, filters and colours, by the settings in a model's folder."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ BICUBIC = 3
 
 
 class Resizing:
-    """How a family resizes images: it overrides `size` for one picture, or `views` for tiles or crops."""
+    """A base of a family's way to resize: it overrides `size` for one picture, or `views` for tiles or crops."""
 
     def size(self, width: int, height: int) -> Size:
         """Returns the size of the picture, in multiples of what one token covers."""
@@ -42,7 +42,7 @@ class Resizing:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What decides the pixels of an image: its size, the filter, and the `mean` and `deviation` of each channel.
+    """The settings of an image's pixels: its size, the filter, and the `mean` and `deviation` of each channel.
 
     `patch`: pixels on the side of a patch; `merge`: patches on the side of what becomes one token.
     """

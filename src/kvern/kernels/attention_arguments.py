@@ -1,4 +1,4 @@
-"""What attention over the paged cache is given: a layer's keys and values, the requests that ask, and tiles of them.
+"""The arguments of attention over the paged cache: a layer's keys and values, the requests that ask, and tiles of them.
 
 The first three classes are for callers, the others are arguments of kernels.
 """
@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """What a kernel is compiled for: the layer's heads, the size of a block, and the size of a tile.
+    """The constants of a kernel: the layer's heads, the size of a block, and the size of a tile.
 
     `WINDOW` is 0 where there is none; a tile has `ROWS` of queries, `KEYS`, and `DIM` entries, those beyond `head_dim`
     of zeros.

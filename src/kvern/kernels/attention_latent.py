@@ -64,7 +64,7 @@ class _Batch(NamedTuple):
 
 
 class _TileShape(NamedTuple):
-    """What kernels are compiled for: the layer's sizes, the rows of a tile, and those and the keys of a program.
+    """The constants of kernels: the layer's sizes, the rows of a tile, and those and the keys of a program.
 
     `LATENT` and `REST` are the entries of a row, those beyond it of zeros. There is no window.
     """

@@ -39,7 +39,7 @@ class TextForm(NamedTuple):
 
 
 class TextShape(NamedTuple):
-    """What the kernel is compiled for: heads, a window or 0, 1 if causal, and the queries and keys of a tile.
+    """The constants of the kernel: heads, a window or 0, 1 if causal, and the queries and keys of a tile.
 
     A head is taken in two parts, DIM entries and REST, which may be 0: tensors have sizes that are powers of two, and
     one for a head of 72 would multiply 56 zeros.

@@ -23,7 +23,7 @@ class TokenRuns(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What runs with drafts have beside: how far rows are computed, and what is written of starts and rows."""
+    """The further arguments of runs with drafts: how far rows are computed, and what is written of starts and rows."""
 
     computed: Any = None
     exact_starts: Any = None

@@ -52,7 +52,7 @@ class Strides(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What a kernel is compiled for that rounds to codes: the largest code, and whether there is a static scale."""
+    """The constants of a kernel that rounds to codes: the largest code, and whether there is a static scale."""
 
     largest: float
     integer: bool

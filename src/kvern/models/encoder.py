@@ -62,7 +62,7 @@ class Head(Module):
 
 
 def _head(encoder: EncoderSpec, width: int, build: Build) -> Module | None:
-    """What makes scores or embeddings of the states of texts."""
+    """A head that makes scores or embeddings of the states of texts."""
     if encoder.head is not None:
         return Head(encoder.head, width, build)
     if (made := encoder.projection) is None:

@@ -36,7 +36,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     predicted_tokens: tuple[int, int] = (0, 0)
     """The accepted and the rejected drafts of the request's predicted output in this step."""
     loaded_tokens: Mapping[str, int] = {}
-    """How many of `cached_tokens` each store of the tier gave for this request; reported once, if there is a tier."""
+    """The part of `cached_tokens` that each store of the tier gave; reported once a request, if there is a tier."""
     record: RequestRecord | None = None
     """The record of the answer, with its last event, or in an event of its own if it was ended from outside."""
 
@@ -89,9 +89,9 @@ class CacheSize(EngineSeconds, array_like=True, gc=False):
     cache_chunks: int = 0
     """The chunks that it has; 0: it does not change."""
     cache_held: int = 0
-    """As many as requests hold that run, if they were full."""
+    """The chunks that running requests would hold if their last ones were full."""
     cache_wanted: int = 0
-    """As many as these and waiting ones will need to their ends, by a forecast."""
+    """The chunks that running and waiting requests will need until their ends, by a forecast."""
 
 
 class EngineStatistics(CacheSize, array_like=True, gc=False):

@@ -141,7 +141,7 @@ class LogprobTables(Tables[TokenLogprobs]):
         """`texts`: of all tokens."""
         self._texts = texts
         self.most = 0
-        """How many of the most probable tokens each table has."""
+        """The number of most probable tokens in each table."""
         self._data = bytearray()
 
     def extend(self, rows: LogprobRows) -> None:

@@ -55,7 +55,7 @@ class RequestOutput:
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     loaded_tokens: dict[str, int] = field(default_factory=dict)
-    """As many of them as each store of the tier (`kv_tier`) gave for this prompt, by the store's name; empty without a
+    """The tokens that each store of the tier (`kv_tier`) gave for this prompt, by the store's name; empty without a
     tier."""
     queue_seconds: float = field(default=0.0, compare=False)
     """The seconds from arrival at the engine to the first step that computed some of it."""

@@ -20,10 +20,10 @@ logger = logging.getLogger("kvern")
 LEAST_FREE = 256 << 20
 """Bytes that stay free: what programs, and the steps of engines, take between two looks."""
 LEAST_SHARE = 0.02
-"""The same as a share of all memory. The kernel looks for pages in the background below 0.1 to 1 %, and files that are
-read often are worth more in its cache than a model that nobody asks."""
+"""The same limit as a share of all memory. The kernel looks for pages in the background below 0.1 to 1 %, and files
+that are read often are worth more in its cache than a model that nobody asks."""
 MOST_SHARE = 0.25
-"""The most of it that has to stay free, however little there is."""
+"""The largest share of all memory that has to stay free."""
 STALLED = 10.0
 """The percentage of the last 10 s in which programs waited for memory, from which on the floor is twice as high: then
 what the kernel calls available is in use."""

@@ -172,7 +172,7 @@ class ImageRows:
         return RequestImages(numbers, [span.key for span in spans], firsts, positions, prompt.turn[0])
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
-        """What images change in a step; None: nothing."""
+        """The changes of a step by images; None: there are none."""
         if all(self._requests[item.slot] is None for item in scheduled):
             return None
         given = [self._places_of(item) for item in scheduled]

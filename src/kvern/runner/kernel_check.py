@@ -166,7 +166,7 @@ def _mark(launches: Launches, target: GPUTarget) -> Path:
 
 
 def _compile(target: GPUTarget, launches: Sequence[Launch], following: Any) -> None:
-    """What a process does: compile one kernel after another; it exits with 1 if one cannot be compiled."""
+    """The work of a process: it compiles one kernel after another, and exits with 1 if one cannot be compiled."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
     from triton.backends.nvidia.driver import CudaLauncher

@@ -74,7 +74,7 @@ class Runner(Protocol):
     pools: list[torch.Tensor]
     """The memory behind them, as of `AttentionBackend`."""
     embeddings: "EmbeddingSource | None"
-    """What makes rows of embeddings for tokens; None: all tokens have ids alone."""
+    """The source of rows of embeddings for tokens; None: all tokens have ids alone."""
 
     @property
     def draft_caches(self) -> Sequence[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which kernels a model launches: its layers run dummy steps on tensors without memory, and the launches are recorded.
+"""A list of the kernels that a model launches, recorded while its layers run dummy steps on tensors without memory.
 
     layers, one of each kind --tune--> every way to multiply that may be chosen
                              --steps-> norms, rotation, attention, states, experts, adapters

@@ -174,7 +174,7 @@ def _host_store(option: str, config: EngineConfig, ranks: Ranks, mover: PageMove
 
 
 def _peer_store(config: EngineConfig, ranks: Ranks, mover: PageMover) -> tuple[Store, str]:
-    """What this rank reads of the other engines' host memory, and a line for the report."""
+    """The part of the other engines' host memory that this rank reads, and a line for the report."""
     store = PeerStore(*_part(config, ranks), None if mover.cell is None else mover.pin)
     store.watch()
     return store, "pages of the KV cache are read from the host memory of other engines"

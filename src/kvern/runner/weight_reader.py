@@ -27,7 +27,7 @@ class WeightReader:
         self._reading: Future[NewWeights] | None = None
         self._new: NewWeights | None = None
         self._given_up: Future[NewWeights] | None = None
-        """What the thread still reads, and nobody waits for."""
+        """The read of the thread for which nobody waits any more."""
         self.version = ""
         """The version that is being read, or was read last."""
 
@@ -45,7 +45,7 @@ class WeightReader:
         self._reading = self._pool.submit(self._worker.read_weights, sources)
 
     def answer(self) -> WeightsFound | None:
-        """What came of reading, once; None: nothing new."""
+        """The result of reading, returned once; None: there is no new one."""
         if self._reading is None or not self._reading.done():
             return None
         reading, self._reading = self._reading, None

@@ -273,7 +273,7 @@ class Service:
         self.figures = KeyFigures(self._first)
         """Counts HTTP requests of all models, and what keys use of the first."""
         self.engines: list[ServedEngine] = []
-        """Those that can make requests: of several models, those that were woken once."""
+        """The models that can make requests: of several models, those that were woken once."""
         if keeper is not None:
             keeper.known = self._add
             clients = [resident.client for resident in keeper.residents if resident.client is not None]

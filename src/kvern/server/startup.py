@@ -1,4 +1,4 @@
-"""What a server asks of its machine before it serves: certificates, a data folder, open files; and systemd's socket."""
+"""The needs of a server before it serves: certificates, a data folder, open files; and systemd's socket."""
 
 import os
 import socket

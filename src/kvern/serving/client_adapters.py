@@ -67,7 +67,7 @@ class EngineAdapters:
         self.interrupt_reading(error)
 
     def interrupt_reading(self, error: EngineDied) -> None:
-        """What the engine was reading is not read."""
+        """The adapters that the engine was reading are not read."""
         for reading in self._reading.values():
             if not reading.done():
                 reading.set_exception(error)

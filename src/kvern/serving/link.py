@@ -42,7 +42,7 @@ class EngineLink:
         self.socket = socket
         """For messages to the engine, which are sent at once. What is sent to a process that is gone is dropped."""
         self.gpu_bytes = 0
-        """What the engine takes of each GPU while it is asleep; 0: it runs on the CPU."""
+        """The bytes that the engine takes of each GPU while it is asleep; 0: it runs on the CPU."""
         self.silent = False
         """It was killed because it gave no sign of life."""
 

@@ -1,4 +1,4 @@
-"""What becomes of the requests of an engine that has ended: they go on, but for the one that ended it."""
+"""Recovery of the requests of an engine that has ended: they go on, but for the one that ended it."""
 
 import logging
 import time

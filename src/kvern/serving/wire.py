@@ -133,7 +133,7 @@ class Ready(WireMessage):
     """The KV cache's size, on a CPU of memory that is taken as sequences grow."""
 
     chunk_bytes: int = 0
-    """Those of a chunk of a KV cache that changes while the engine runs; 0: it does not."""
+    """The bytes of a chunk of a KV cache that changes while the engine runs; 0: it does not."""
     least_chunks: int = 0
     """The chunks that it has at least, for one sequence, and at the start."""
     most_chunks: int = 0

@@ -1,4 +1,4 @@
-"""What steps take: fitted from recorded steps of a real engine, or estimated from a card's rates.
+"""The seconds of steps: fitted from recorded steps of a real engine, or estimated from a card's rates.
 
     seconds = base(rows) + per request + per new request + per key + per pair, and a part for steps with prompts
 

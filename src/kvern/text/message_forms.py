@@ -325,7 +325,7 @@ class MessageForms:
 
     @cached_property
     def definitions(self) -> Literal["written", "with a system message", "never"]:
-        """Whether the template renders definitions of tools; FunctionGemma's does so only with a system message."""
+        """The condition under which the template renders tools; FunctionGemma's does so only with a system message."""
         user, system = ({"role": role, "content": "probe"} for role in ("user", "system"))
         without, with_it = (rendered(self._fitted, messages) for messages in ([user], [system, user]))
         if without is None or PROBED_NAME in without:

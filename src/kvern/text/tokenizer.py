@@ -119,7 +119,7 @@ MOST_GROWN = 1 << 22
 
 
 class MadeOnce(dict[int, T]):
-    """What a function makes of token ids; it is kept."""
+    """The kept result of a function of token ids."""
 
     def __init__(self, tokenizer: Tokenizer, make: Callable[[Tokenizer, int], T]) -> None:
         self._tokenizer = tokenizer

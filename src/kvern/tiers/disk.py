@@ -76,7 +76,7 @@ class DiskStore:
         self._make_folder()
         self._most = limit or (self._folder.free() + self._folder.bytes.add()) // 2
         self._limit = self._most
-        """What the pages may take now: less than `_most` where others need the disk."""
+        """The bytes that pages may take now: less than `_most` where others need the disk."""
         self._spare = 0
         """The bytes that are left free to others on a disk that has been full; 0 if it has not."""
         self._is_full = False

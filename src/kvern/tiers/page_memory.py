@@ -9,7 +9,7 @@ from kvern.tiers.pages import HEADER_BYTES, payload_sum
 
 
 class Piece(NamedTuple):
-    """What is moved of a page at once: its name, what a `PageMemory` knows it by, and the tokens that it counts for.
+    """A piece of a page: its name, what a `PageMemory` knows it by, and the tokens that it counts for.
 
     It has the payloads of `head_count` heads, which take as many bytes each. `len(at)` is its bytes with the header.
     """

@@ -20,7 +20,7 @@ NAME_BYTES = 32
 
 @dataclass(frozen=True)
 class Identity:
-    """What all pages of an engine have in common, and what every store of the engine is told.
+    """The identity that all pages of an engine have, which every store of the engine is told.
 
     digest: 16 bytes; pages of different digests are never exchanged
     description: what the digest stands for, such as model, dtype and layers; for people, who read it beside the pages

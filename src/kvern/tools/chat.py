@@ -248,7 +248,7 @@ class Chat:
 
     @functools.cached_property
     def _writes_images(self) -> bool:
-        """Whether the chat template writes the mark of an image that is a part of a message."""
+        """True if the chat template writes the mark of an image that is a part of a message."""
         assert callable(self._images)
         probe = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
         try:

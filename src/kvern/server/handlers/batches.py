@@ -70,7 +70,7 @@ FAULT = "the server has a fault; its log tells more"
 
 @dataclass(frozen=True)
 class BatchKind:
-    """What differs between the batches of two APIs."""
+    """The differences between the batches of two APIs."""
 
     name: str
     """The kind of their objects in the store."""

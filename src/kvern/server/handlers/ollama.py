@@ -392,8 +392,8 @@ class OllamaApi:
 
 @dataclass(frozen=True)
 class Stay:
-    """What `keep_alive` says: the seconds without a request in which a model stays awake; None: until others need the
-    memory."""
+    """The `keep_alive` of a request: the seconds without one in which a model stays awake; None: until others need
+    the memory."""
 
     seconds: float | None
 
