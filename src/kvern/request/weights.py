@@ -1,6 +1,10 @@
 """Weights that take the place of others while requests go on: where they are read, and what was found there."""
 
+from typing import Annotated, Literal
+
 import msgspec
+
+LONGEST_TIMEOUT = 24 * 3600.0
 
 
 class WeightSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -12,6 +16,28 @@ class WeightSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
     path: str
     stamp: str = ""
     names: str = ""
+
+
+class GroupTensor(msgspec.Struct, frozen=True):
+    """A tensor that a process group brings; `dtype` is PyTorch's name of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+class WeightGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process group whose first member broadcasts tensors, in this order, and where its members meet.
+
+    `rank`: that of this server in it. `timeout`: seconds for all of it.
+    """
+
+    address: str
+    world_size: Annotated[int, msgspec.Meta(ge=2)]
+    tensors: Annotated[list[GroupTensor], msgspec.Meta(min_length=1)]
+    backend: Literal["gloo", "nccl"] = "gloo"
+    rank: Annotated[int, msgspec.Meta(ge=1)] = 1
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_TIMEOUT)] = 300.0
 
 
 class WeightsFound(msgspec.Struct, frozen=True, array_like=True, gc=False):

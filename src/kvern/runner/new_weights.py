@@ -21,7 +21,7 @@ from kvern.layers.adapted_linear import AdaptedLinear
 from kvern.models.checkpoint import StoredTensor, gguf_file
 from kvern.models.loader import HARMLESS, read_config
 from kvern.models.registry import spec_from_config
-from kvern.models.updates import stamp_of, updated_tensors
+from kvern.models.updates import UpdatedTensors, stamp_of, updated_tensors
 from kvern.models.weighted import WeightedModel
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.memory import DeviceMemory
@@ -147,6 +147,12 @@ class NewWeights:
         self._copies.append((old, new))
 
 
+def check_fitting(folder: Path, spec: ModelSpec, sources: Sequence[WeightSource]) -> UpdatedTensors:
+    """Returns the tensors of a model in a folder, with newer ones. Raises InvalidWeights for those that do not fit."""
+    harmless = "|".join((*HARMLESS, *((TIED_HEAD,) if spec.tie_word_embeddings else ())))
+    return updated_tensors(folder, sources, re.compile(harmless), spec)
+
+
 def read_weights(
     folder: Path,
     spec: ModelSpec,
@@ -162,8 +168,7 @@ def read_weights(
     if gguf_file(folder) is not None:
         raise ConfigError("a model of a GGUF file cannot change its weights while it runs: restart it with them")
     newest = Path(sources[-1].path)
-    harmless = "|".join((*HARMLESS, *((TIED_HEAD,) if spec.tie_word_embeddings else ())))
-    updated = updated_tensors(folder, sources, re.compile(harmless), spec)
+    updated = check_fitting(folder, spec, sources)
     if newest.is_dir() and (newest / "config.json").exists():
         _check_config(newest, folder)
     check_memory(newest)

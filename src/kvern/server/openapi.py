@@ -228,10 +228,10 @@ OPERATIONS = (
     ),
     Operation(
         "POST /v1/models/{model}/weights",
-        "Replace a model's weights while it serves, by files on its machine; needs an API key with admin=1.",
+        "Replace a model's weights while it serves, by files or a process group; needs an API key with admin=1.",
         f"{IDENTIFIED} version!=text",
         (403, 409),
-        "path!=name in_flight=/recompute/keep?",
+        "path=name? group=object? in_flight=/recompute/keep?",
     ),
     Operation(
         "POST /v1/load_lora_adapter",

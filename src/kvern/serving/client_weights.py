@@ -8,9 +8,10 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvern.errors import ConfigError, EngineDied, EngineUnavailable, InvalidWeights
-from kvern.request.weights import WeightsFound, WeightSource
+from kvern.request.weights import WeightGroup, WeightsFound, WeightSource
 from kvern.serving.link import EngineLink
 from kvern.serving.supervisor import Supervisor
+from kvern.serving.weight_files import WeightFiles
 from kvern.serving.wire import DropWeights, ReadWeights, TakeWeights, WeightsRead, WeightsTaken, encode
 
 FIRST = "0"
@@ -88,9 +89,14 @@ class ClientWeights:
     """
 
     def __init__(
-        self, engines: Callable[[], Sequence[EngineWeights]], until_available: Callable[[], Awaitable[None]]
+        self,
+        engines: Callable[[], Sequence[EngineWeights]],
+        until_available: Callable[[], Awaitable[None]],
+        files: WeightFiles,
     ) -> None:
+        """`files`: those that come from process groups."""
         self._engines = engines
+        self._files = files
         self._until_available = until_available
         self._updates = 0
         self.version = ""
@@ -103,8 +109,9 @@ class ClientWeights:
         """The version, for users."""
         return self.version or FIRST
 
-    async def update(self, path: str, keep: bool) -> str:
-        """Let all requests use the weights at a path from now on; running ones `keep` what they have computed.
+    async def update(self, source: str | WeightGroup, keep: bool) -> str:
+        """Let all requests use the weights at a path, or of a process group, from now on; running ones `keep` what they
+        have computed.
 
         Returns the new version. Until then, and if this raises, the old ones are used.
         Raises InvalidWeights, ConfigError if they cannot change or are being changed, or EngineUnavailable.
@@ -115,6 +122,7 @@ class ClientWeights:
         version = f"{self._updates + 1}-{secrets.token_hex(8)}"
         try:
             await self._until_available()
+            path = source if isinstance(source, str) else await self._received(source)
             found = await self._load(version, [*self._sources, WeightSource(path)])
             earlier = [] if found.is_whole else [one for one in self._sources if one.names != found.names]
             self._sources = [*earlier, WeightSource(path, found.stamp, found.names)]
@@ -123,6 +131,7 @@ class ClientWeights:
             await asyncio.gather(*(engine.take(version, keep) for engine in self._engines() if engine.read == version))
         finally:
             self.is_changing = False
+            self._files.keep({one.path for one in self._sources})
             if self.version != version:
                 for engine in self._engines():
                     engine.drop()
@@ -136,6 +145,13 @@ class ClientWeights:
         while engine.version != self.version:
             await engine.catch_up(link, self.version, self._sources)
         return True
+
+    async def _received(self, group: WeightGroup) -> str:
+        """The path of what a group brought. Raises InvalidWeights, or EngineUnavailable."""
+        gpu = next((gpu for engine in self._engines() if (gpu := engine.supervisor.link.ready.gpu) is not None), None)
+        path = str(await self._files.receive(group, gpu))
+        await self._until_available()
+        return path
 
     async def _load(self, version: str, sources: Sequence[WeightSource]) -> WeightsFound:
         """Until all engines that take requests have read them, of which others may come meanwhile."""

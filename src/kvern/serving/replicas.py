@@ -37,6 +37,7 @@ from kvern.serving.prefix_index import Level, PrefixIndex
 from kvern.serving.replica import Replica
 from kvern.serving.served import SERVED
 from kvern.serving.supervisor import Supervisor, until_one_is_available
+from kvern.serving.weight_files import WeightFiles
 from kvern.serving.wire import Ready
 from kvern.serving.workload import Generation, Turns
 
@@ -91,7 +92,8 @@ class Replicas:
         self.adapters = ClientAdapters(
             names, self._engine_adapters, self._adapter_keys, self.until_available, self._handed_keys
         )
-        self.weights = ClientWeights(lambda: [replica.weights for replica in self], self.until_available)
+        files = WeightFiles(config)
+        self.weights = ClientWeights(lambda: [replica.weights for replica in self], self.until_available, files)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas)
