@@ -51,6 +51,10 @@ def test_a_drawn_load_is_a_valid_file(tmp_path: Path) -> None:
     assert load(str(file)) == requests
 
 
+def test_a_long_line_is_no_name_of_a_file() -> None:
+    assert len(load(f"rate=1,requests=3,{'seed=1':>300}")) == 3
+
+
 def test_another_rate_changes_arrivals_alone() -> None:
     slow, fast = load("rate=1,input=lognormal:500:1"), load("rate=9,input=lognormal:500:1")
     assert [one.prompt_tokens for one in slow] == [one.prompt_tokens for one in fast]

@@ -1,5 +1,6 @@
 """A load by an option's text: the name of a file, or properties from which it is drawn."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,4 +11,4 @@ from kvern.loads.request import LoadRequest
 
 def read_load(text: str) -> Iterator[LoadRequest]:
     """Yields the requests of a load in order of arrival. Raises ConfigError."""
-    return draw(text) if "=" in text and not Path(text).exists() else read_file(Path(text))
+    return draw(text) if "=" in text and not os.path.exists(text) else read_file(Path(text))
