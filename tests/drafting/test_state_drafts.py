@@ -74,7 +74,7 @@ def expected(folder: Path, prompts: list[list[int]]) -> Iterator[list[RequestOut
         pytest.param({}, 2, id="room", marks=pytest.mark.nightly),
         pytest.param({}, 1, id="room, one step", marks=pytest.mark.nightly),
         pytest.param({"prefix_cache": False}, 2, id="not cached", marks=pytest.mark.nightly),
-        pytest.param({"prefix_cache": False}, 1, id="not cached, one step"),
+        pytest.param({"prefix_cache": False}, 1, id="not cached, one step", marks=pytest.mark.nightly),
     ],
 )
 def test_drafts_leave_the_answers(

@@ -114,6 +114,7 @@ def test_drafts_are_a_part_and_the_layers_are_those_of_the_model(tmp_path: Path)
     assert times.parts["drafting"][0] > 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_ranks_and_stages(options: dict[str, Any], tmp_path: Path) -> None:
     """Ranks wait for each other in a part of its own; each stage measures its layers."""

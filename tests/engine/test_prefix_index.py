@@ -239,7 +239,7 @@ def prompts(dice: random.Random) -> Iterator[list[bytes]]:
         yield named([*dice.choice(systems), *[dice.randrange(20)] * dice.randrange(3000)])
 
 
-@pytest.mark.parametrize("count", [1, 2, 40, 1000])
+@pytest.mark.parametrize("count", [1, 2, 40, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_the_cheapest_is_found_without_a_scan(count: int) -> None:
     dice, fleet = random.Random(count), Fleet(count)
     asked = prompts(dice)

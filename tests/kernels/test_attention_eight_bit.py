@@ -41,6 +41,7 @@ def some_calls() -> Iterator[Call]:
 LAUNCHES = [call.launch for call in some_calls()]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "forms"),
     [("gemma2", slice(-1, None))]

@@ -116,7 +116,7 @@ def test_drafts_of_two_bytes_read_all_digits_of_a_state(device: torch.device) ->
     assert_near(found, advanced(inputs.to(dtype), gates, memory, DRAFTED, states, heads)[0])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("alike", [0.0, 3.0], ids=["keys differ", "keys are alike"])
 @pytest.mark.parametrize("decay", [0.0001, 0.1, 20.0])
 def test_runs_of_two_bytes_at_the_width_of_real_heads(decay: float, alike: float, device: torch.device) -> None:

@@ -48,6 +48,7 @@ def test_a_call_its_result_and_the_answer(client: openai.OpenAI) -> None:
     assert "rainy" in second.message.content
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("choice", ["auto", "required", NAMED, "none"], ids=str)
 @pytest.mark.parametrize("options", [{"n": 3, "logprobs": True}, {"parallel_tool_calls": False}], ids=str)
 def test_streams_say_the_same(client: openai.OpenAI, choice: Any, options: dict[str, Any]) -> None:

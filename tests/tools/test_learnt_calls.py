@@ -93,6 +93,7 @@ def is_plain(value: Any) -> bool:
     return not isinstance(value, list | dict)
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_demanded_calls_have_the_templates_own_form(name: str) -> None:
     """The grammar takes what the template writes, byte by byte, and no more calls than it can write."""
