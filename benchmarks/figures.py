@@ -138,7 +138,7 @@ def agents() -> Iterator[Passage]:
     took = {name: f"{value:.0f}" for name, value in record["agent_prompt"]["milliseconds"].items()}
     for text, names in (
         ("| 6,000 tokens alone | {} ms |", ("alone",)),
-        ("| the same behind 20,000 cached ones | {} ms |", ("cached",)),
+        ("| the same after 20,000 cached ones | {} ms |", ("cached",)),
         ("| the same as token ids, without template and tokenizer | {} ms |", ("ids",)),
         ("| 26,000 tokens of which all but 19 are cached; 19 tokens alone | {} ms; {} ms |", ("resumed", "short")),
         ("| 26,000 tokens of which none is cached | {} ms |", ("whole",)),
