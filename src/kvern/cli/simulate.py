@@ -95,14 +95,14 @@ class SimulateCommand:
 
     def _load(self, seed: int) -> list[LoadRequest]:
         """Reads the load; one that is drawn, and says no seed, is another for each seed."""
-        from kvern.loads.source import read_load
+        from kvern.loads.source import is_drawn, read_load
 
         if self.load is None:
             raise ConfigError(
                 "there is nothing to simulate: give --load, a file or what to draw, like rate=2,requests=1000"
             )
-        drawn = "=" in self.load and "seed=" not in self.load and not Path(self.load).exists()
-        return list(read_load(f"{self.load},seed={seed}" if drawn else self.load))
+        seeded = is_drawn(self.load) and "seed=" not in self.load
+        return list(read_load(f"{self.load},seed={seed}" if seeded else self.load))
 
     def _condition(self) -> tuple[Condition, str]:
         """Returns the engines that are simulated, and what their steps' costs are based on."""

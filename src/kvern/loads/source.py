@@ -9,6 +9,11 @@ from kvern.loads.file import read_file
 from kvern.loads.request import LoadRequest
 
 
+def is_drawn(text: str) -> bool:
+    """True if a load is drawn from properties; else the text names a file."""
+    return "=" in text and not os.path.exists(text)
+
+
 def read_load(text: str) -> Iterator[LoadRequest]:
     """Yields the requests of a load in order of arrival. Raises ConfigError."""
-    return draw(text) if "=" in text and not os.path.exists(text) else read_file(Path(text))
+    return draw(text) if is_drawn(text) else read_file(Path(text))
