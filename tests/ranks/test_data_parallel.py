@@ -206,6 +206,13 @@ def test_engines_come_and_go_while_streams_run(
         assert Streams(served, pool, "one").texts() == expected["one"], "a new engine knows adapters"
         assert all(after > one for after, one in zip(generated(served), before, strict=True))
         assert len(engines(served)) == 2
+        earlier = {*engines(served)}
+        streams = Streams(served, pool)
+        address = "--base-url", served.url.removesuffix("/v1"), "--api-key", KEY
+        assert main(["engines", "restart", *address, "--grace-seconds", "0"]) == 0
+        told = [f"engine {name} {what}\n" for name in ENGINES for what in ("has ended", "takes requests")]
+        assert capsys.readouterr().out == "".join(told)
+        assert streams.texts() == expected[None] and not earlier & {*engines(served)}
         streams = Streams(served, pool)
         assert asked(served, "remove_engine", engine="0", grace_seconds=0)[0] == 200
         assert streams.texts() == expected[None], "what ran there goes on elsewhere"
@@ -232,11 +239,46 @@ def test_the_command_says_why_it_cannot(capsys: pytest.CaptureFixture[str]) -> N
     for arguments, reason in (
         (["remove"], "takes the name of an engine"),
         (["add", "1"], "takes no engine"),
+        (["restart", "1"], "takes no engine"),
         (["list", "--base-url", "localhost"], "must begin with http"),
         (["list", "--base-url", "http://127.0.0.1:9"], "does not answer as kvern serve does"),
     ):
         assert main(["engines", *arguments]) == 2
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("told", "refused", "reason"),
+    [
+        ([{"model": "tiny", "engine": "0"}], (), "tiny has one engine: add another before"),
+        ([], (), "has one engine: add another before"),
+        ([{"model": "tiny", "engine": name, "role": "decode"} for name in ENGINES], (), "cannot be restarted"),
+        (
+            [{"model": name, "engine": one} for name in ("tiny", "other") for one in ENGINES],
+            ("/v1/add_engine",),
+            "engine 0 has ended, and none starts in its place: there is no room",
+        ),
+    ],
+)
+def test_engines_are_restarted_as_long_as_that_succeeds(
+    told: list[dict[str, str]],
+    refused: tuple[str, ...],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = []
+
+    def ask(self: object, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        paths.append(path)
+        if path in refused:
+            raise ConfigError("there is no room")
+        return {"engines": told} if body is None else {"id": body["engine"]}
+
+    monkeypatch.setattr("kvern.cli.remote.RemoteServer.ask", ask)
+    assert main(["engines", "restart"]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+    assert paths == ["/ready", *(["/v1/remove_engine", "/v1/add_engine"] if refused else [])]
 
 
 def refuses_engines_to_some_and_the_last_to_all(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""``kvern engines``: lists the engines of a running server, adds and removes them."""
+"""``kvern engines``: lists the engines of a running server, adds, removes and restarts them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kvern.errors import ConfigError
 
 @dataclass(frozen=True)
 class EnginesCommand:
-    """List the engines of a running server, add one or remove one. The last two need an API key with admin=1."""
+    """List the engines of a running server, add one, remove one or restart all. All but list need an API key with
+    admin=1."""
 
-    action: tyro.conf.Positional[Literal["list", "add", "remove"]] = "list"
-    """add: start another engine on a free GPU or free processor cores; remove: end one."""
+    action: tyro.conf.Positional[Literal["list", "add", "remove", "restart"]] = "list"
+    """add: start another engine on a free GPU or free processor cores; remove: end one; restart: end each and start
+    another in its place, one after the other."""
     engine: tyro.conf.Positional[str | None] = None
     """Engine to remove, as list names it."""
     base_url: str = "http://127.0.0.1:8000"
@@ -42,9 +44,30 @@ class EnginesCommand:
             for one in told.get("engines", [{"engine": "0", "ready": told["ready"]}]):
                 sys.stdout.write(f"{one['engine']}: {'takes requests' if one['ready'] else 'takes no requests'}\n")
             return 0
-        body = {"model": self.model, "engine": self.engine, "grace_seconds": self.grace_seconds}
-        answer = server.ask(
-            f"/v1/{self.action}_engine", {name: value for name, value in body.items() if value is not None}
-        )
-        sys.stdout.write(f"engine {answer['id']} {'takes requests' if self.action == 'add' else 'has ended'}\n")
+        if self.action == "restart":
+            self._restart(server)
+        else:
+            self._change(server, self.action, self.engine)
         return 0
+
+    def _change(self, server: RemoteServer, action: str, engine: str | None) -> None:
+        body = {"model": self.model, "engine": engine, "grace_seconds": self.grace_seconds}
+        answer = server.ask(f"/v1/{action}_engine", {name: value for name, value in body.items() if value is not None})
+        sys.stdout.write(f"engine {answer['id']} {'takes requests' if action == 'add' else 'has ended'}\n")
+        sys.stdout.flush()
+
+    def _restart(self, server: RemoteServer) -> None:
+        """Ends each engine and starts another in its place, as long as that succeeds. Raises ConfigError."""
+        told = server.ask("/ready").get("engines", [])
+        model = self.model or next((one["model"] for one in told), None)
+        names = [one["engine"] for one in told if one["model"] == model]
+        if len(names) < 2:
+            raise ConfigError(f"{model or 'the model'} has one engine: add another before, which answers meanwhile")
+        if any("role" in one for one in told if one["model"] == model):
+            raise ConfigError("prefill engines cannot be restarted, as added engines are decode engines")
+        for name in names:
+            self._change(server, "remove", name)
+            try:
+                self._change(server, "add", None)
+            except ConfigError as error:
+                raise ConfigError(f"engine {name} has ended, and none starts in its place: {error}") from error
