@@ -44,12 +44,31 @@ class PlanCommand:
     """Format of plain weights after loading, as for kvern serve."""
     dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
     """Number format of weights and activations; auto takes the checkpoint's."""
+    workload: str | None = None
+    """Load that is simulated, a file or what to draw, to find the fewest engines that keep to --slo."""
+    slo: str | None = None
+    """Limits of good answers under --workload, such as ttft=500ms,itl=20ms,e2e=5s."""
+    good: float = 0.99
+    """Share of answers that are to be good."""
+    record: Path | None = None
+    """Record of steps of `kvern bench steps`, by which --workload is simulated."""
+    roofline: bool = False
+    """Simulate --workload by estimates; the result is marked as one."""
+    most_replicas: int = 64
+    """Most engines of --record; with --roofline the cards of --hardware are the limit."""
+    seeds: int = 5
+    """Runs of --workload, of which the worst counts."""
     json: bool = False
     """Print the plan as JSON."""
 
     def execute(self) -> int:
         """Prints the plan and returns the exit code: 1 if the model fits in no way. Raises KvernError."""
-        check_least(self, "requests", "input", "output")
+        check_least(self, "requests", "input", "output", "most_replicas", "seeds")
+        if self.workload is not None:
+            from kvern.cli.plan_engines import Asked, plan_engines
+
+            names = (field.name for field in dataclasses.fields(Asked))
+            return plan_engines(Asked(**{name: getattr(self, name) for name in names}))
         from kvern.cli.models import outlines
         from kvern.config import EngineConfig
         from kvern.models.folder import model_folder

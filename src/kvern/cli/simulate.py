@@ -15,7 +15,9 @@ from kvern.errors import ConfigError
 from kvern.version import __version__
 
 if TYPE_CHECKING:
+    from kvern.config import EngineConfig
     from kvern.loads.request import LoadRequest
+    from kvern.planning.estimate import Model
     from kvern.simulate.study import Condition
 
 ROWS = {
@@ -73,6 +75,10 @@ class SimulateCommand:
         from kvern.simulate.study import changed, read_compared, run_once
 
         slo = read_slo(self.slo)
+        if self.load is None:
+            raise ConfigError(
+                "there is nothing to simulate: give --load, a file or what to draw, like rate=2,requests=1000"
+            )
         condition, basis = self._condition()
         for name in ("policy", "replicas", "router"):
             value = getattr(self, name)
@@ -83,7 +89,7 @@ class SimulateCommand:
             conditions = {name: each for text in self.compare for name, each in read_compared(text, condition).items()}
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in conditions}
         for seed in range(self.seed, self.seed + self.seeds):
-            load = self._load(seed)
+            load = loaded(self.load, seed)
             for name, each in conditions.items():
                 found[name].append(run_once(each, load, seed, slo))
         if self.json:
@@ -93,66 +99,69 @@ class SimulateCommand:
             _print(found, basis)
         return 0
 
-    def _load(self, seed: int) -> list[LoadRequest]:
-        """Reads the load; one that is drawn, and says no seed, is another for each seed."""
-        from kvern.loads.source import is_drawn, read_load
-
-        if self.load is None:
-            raise ConfigError(
-                "there is nothing to simulate: give --load, a file or what to draw, like rate=2,requests=1000"
-            )
-        seeded = is_drawn(self.load) and "seed=" not in self.load
-        return list(read_load(f"{self.load},seed={seed}" if seeded else self.load))
-
     def _condition(self) -> tuple[Condition, str]:
         """Returns the engines that are simulated, and what their steps' costs are based on."""
         if self.record is not None and self.roofline:
             raise ConfigError("record and roofline exclude each other: steps cost what one of them says")
         if self.record is not None:
-            return self._recorded(self.record)
+            condition, basis, _ = recorded(self.record, self.model, self.hardware)
+            return condition, basis
         if not self.roofline:
             raise ConfigError(
                 "nothing says what steps cost: give --record FILE of kvern bench steps, or --roofline for estimates"
             )
-        return self._estimated()
-
-    def _recorded(self, path: Path) -> tuple[Condition, str]:
-        from kvern.simulate.costs import FittedPrice, fit_steps
-        from kvern.simulate.records import read_steps
-        from kvern.simulate.study import Condition
-
-        record = read_steps(path)
-        header = record.header
-        if header.version != __version__:
-            raise ConfigError(f"{path} is of kvern {header.version}, and this is {__version__}: record its steps anew")
-        if self.hardware not in (None, header.hardware):
-            raise ConfigError(f"{path} is of {header.hardware}, not of {self.hardware}: record steps there")
-        if self.model not in (None, header.model):
-            raise ConfigError(f"{path} is of the model {header.model}, not of {self.model}: record its steps")
-        fit = fit_steps(record.samples)
-        basis = (
-            f"{header.model} on {header.hardware}: costs of {fit.steps} recorded steps; those left out of the fit were "
-            f"{fit.error:.1%} off on average, their sum {fit.bias:+.1%}"
-        )
-        return Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace), basis
-
-    def _estimated(self) -> tuple[Condition, str]:
-        from kvern.cli.models import outlines
-        from kvern.config import EngineConfig
-        from kvern.models.folder import model_folder
-        from kvern.models.repository import outlined_model
-        from kvern.planning.choice import model_of
         from kvern.planning.estimate import Workload
         from kvern.planning.hardware import names_of, parse_hardware, this_machine
         from kvern.simulate.roofline import estimated_condition
 
-        if self.model is None:
-            raise ConfigError("roofline estimates a model's steps: name the model")
-        config = EngineConfig(str(outlined_model(self.model, outlines())))
-        model = model_of(config, model_folder(config))
+        model, config = described(self.model)
         cards = this_machine(config, model.dtype) if self.hardware is None else parse_hardware(self.hardware)
         condition, best = estimated_condition(model, cards, Workload())
         return condition, f"an estimate: {self.model} on {names_of(cards)}, {best.split}; no step of it was measured"
+
+
+def recorded(path: Path, model: str | None, hardware: str | None) -> tuple[Condition, str, str]:
+    """Returns engines as a record says, what that is based on, and the hardware. Raises ConfigError."""
+    from kvern.simulate.costs import FittedPrice, fit_steps
+    from kvern.simulate.records import read_steps
+    from kvern.simulate.study import Condition
+
+    record = read_steps(path)
+    header = record.header
+    if header.version != __version__:
+        raise ConfigError(f"{path} is of kvern {header.version}, and this is {__version__}: record its steps anew")
+    if hardware not in (None, header.hardware):
+        raise ConfigError(f"{path} is of {header.hardware}, not of {hardware}: record steps there")
+    if model not in (None, header.model):
+        raise ConfigError(f"{path} is of the model {header.model}, not of {model}: record its steps")
+    fit = fit_steps(record.samples)
+    basis = (
+        f"{header.model} on {header.hardware}: costs of {fit.steps} recorded steps; those left out of the fit were "
+        f"{fit.error:.1%} off on average, their sum {fit.bias:+.1%}"
+    )
+    return Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace), basis, header.hardware
+
+
+def described(name: str | None) -> tuple[Model, EngineConfig]:
+    """Returns a model by the headers of its files, for estimates. Raises KvernError."""
+    from kvern.cli.models import outlines
+    from kvern.config import EngineConfig
+    from kvern.models.folder import model_folder
+    from kvern.models.repository import outlined_model
+    from kvern.planning.choice import model_of
+
+    if name is None:
+        raise ConfigError("roofline estimates a model's steps: name the model")
+    config = EngineConfig(str(outlined_model(name, outlines())))
+    return model_of(config, model_folder(config)), config
+
+
+def loaded(text: str, seed: int) -> list[LoadRequest]:
+    """Reads a load; one that is drawn, and says no seed, is another for each seed. Raises ConfigError."""
+    from kvern.loads.source import is_drawn, read_load
+
+    drawn = is_drawn(text) and "seed=" not in text
+    return list(read_load(f"{text},seed={seed}" if drawn else text))
 
 
 def _print(found: dict[str, list[dict[str, Any]]], basis: str) -> None:

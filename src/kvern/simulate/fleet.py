@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvern.cache.prefix_names import prefix_names
+from kvern.cache.prefix_names import prompt_names
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.request.request import RequestSpec
 from kvern.serving.choice import EngineLoads, Load
 from kvern.serving.engine_cache import CacheTeller
-from kvern.serving.prefix_index import Expected, PrefixIndex
+from kvern.serving.prefix_index import Expected, Level, PrefixIndex, cached_tokens
 from kvern.serving.prefix_record import answer_tokens
 from kvern.serving.wire import CacheChanges
 from kvern.serving.workload import Turns
@@ -98,11 +98,12 @@ class Fleet:
                 member.waits = True
 
     def _give(self, spec: RequestSpec, arrival: float) -> None:
-        names = prefix_names(spec) if self._knows else []
-        member = self._members[self._chosen(names)]
+        names = prompt_names(spec) if self._knows else ()
+        levels = self._index.levels(names)
+        member = self._members[self._chosen(levels)]
         spec = msgspec.structs.replace(spec, turn=self._turns.take(spec.owner, 1))
-        uncached = spec.prompt_length - (self._index.cached_tokens(member.number, names) if names else 0)
-        given = _Given(spec, uncached, self._index.expect(member.number, names) if names else None)
+        uncached = spec.prompt_length - cached_tokens(levels, member.number)
+        given = _Given(spec, uncached, self._index.expect(member.number, names))
         member.given[f"{spec.request_id}#0"] = given
         member.computed += uncached
         member.tokens += given.tokens
@@ -112,14 +113,14 @@ class Fleet:
             member.waits = False
             heapq.heappush(self._due, (member.engine.clock.now, member.number))
 
-    def _chosen(self, names: Sequence[bytes]) -> int:
+    def _chosen(self, levels: Sequence[Level]) -> int:
         count = len(self._members)
         self._count += 1
         if self._router == "random":
             return self._dice.randrange(count)
         if self._router == "round-robin":
             return (self._count - 1) % count
-        chosen = self._loads.cheapest(self._index.levels(names) if names else (), lambda number: True)
+        chosen = self._loads.cheapest(levels, lambda number: True)
         assert chosen is not None
         return chosen
 
@@ -128,7 +129,7 @@ class Fleet:
         begun, ended = member.engine.timeline.news()
         for name in begun:
             given = member.given[name]
-            self._cached(member, given)
+            self._cached(given)
             self._turns.began(given.spec.turn, given.spec.owner, 1)
             member.tokens -= given.tokens
             given.tokens = answer_tokens(given.spec)
@@ -140,9 +141,9 @@ class Fleet:
             self._weigh(member)
         self._hear(member)
 
-    def _cached(self, member: _Member, given: _Given) -> None:
+    def _cached(self, given: _Given) -> None:
         if given.expected is not None:
-            self._index.withdraw(member.number, given.expected)
+            self._index.withdraw(given.expected)
             given.expected = None
 
     def _hear(self, member: _Member) -> None:

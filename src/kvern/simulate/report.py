@@ -59,6 +59,10 @@ def figures(timelines: Sequence[Timeline], slo: Slo, cached: int, used: Iterable
     if slo:
         good = sum(is_good(answer, slo) for answer in answers)
         found |= {"goodput": good / seconds, "good_share": good / len(answers)}
+        found |= {
+            f"late_{name}": sum(getattr(answer, name) > limit for answer in answers) / len(answers)
+            for name, limit in slo.items()
+        }
     for name in ("ttft", "e2e"):
         values = [getattr(answer, name) for answer in answers]
         found |= _percentiles(name, [float(value) for value in np.percentile(values, PERCENTS)])

@@ -20,7 +20,7 @@ TARGET_STEPS = 3
 
 def estimated_condition(model: Model, cards: Sequence[Card], workload: Workload) -> tuple[Condition, Estimate]:
     """Returns the best way for one engine to use all cards, as a condition. Raises ConfigError if there is none."""
-    ways = ranked(model, cards, workload, lambda split: split.data == 1)
+    ways = ranked(model, cards, workload, lambda split: split.data == split.pipeline == 1)
     if not ways:
         raise ConfigError(f"no engine can use {len(cards)} cards for this model: give fewer with --hardware")
     best = ways[0]
@@ -38,7 +38,7 @@ def estimated_condition(model: Model, cards: Sequence[Card], workload: Workload)
         max_batch_tokens=BATCH_TOKENS[device],
         depth=1 if card.host else 2,
     )
-    pace = None if card.host or best.split.pipeline > 1 else _pace(price)
+    pace = None if card.host else _pace(price)
     return Condition(sizes, lambda seed: price, pace), best
 
 

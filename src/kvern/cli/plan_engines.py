@@ -1,0 +1,103 @@
+"""``kvern plan --workload``: the fewest engines with which a simulated load keeps to its limits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvern.cli.output import make_table, print_lines, print_tables
+from kvern.cli.simulate import described, loaded, recorded
+from kvern.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvern.simulate.sizing import Sized
+    from kvern.simulate.study import Condition
+
+SHOWN = {"p99_ttft_ms": "TTFT ms p99", "p99_itl_ms": "ITL ms p99", "tokens_per_second": "tokens/s"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `kvern plan` that count with --workload; see there."""
+
+    model: str
+    hardware: str | None
+    workload: str
+    slo: str | None
+    good: float
+    record: Path | None
+    roofline: bool
+    most_replicas: int
+    seeds: int
+    json: bool
+
+
+def plan_engines(command: Asked) -> int:
+    """Prints the choice with what limits it and what came next; returns the exit code. Raises KvernError."""
+    from kvern.simulate.report import read_slo
+    from kvern.simulate.sizing import size
+
+    slo = read_slo(command.slo)
+    if not slo:
+        raise ConfigError("workload needs limits that answers are to keep to: give --slo, like ttft=500ms,itl=20ms")
+    if not 0 < command.good <= 1:
+        raise ConfigError(f"good is {command.good:g}: it must be a share above 0, and at most 1")
+    engines, basis = _engines(command)
+    loads = [(seed, loaded(command.workload, seed)) for seed in range(command.seeds)]
+    found = size(engines, loads, slo, command.good)
+    if command.json:
+        sys.stdout.write(json.dumps({"basis": basis, **msgspec.to_builtins(found)}, indent=1) + "\n")
+        return 0
+    table = make_table(
+        "engines", "cards", "good, worst run", *SHOWN.values(), "use", title=f"kvern plan: {command.workload}"
+    )
+    for sized in (found.chosen, found.fewer, found.other):
+        if sized is not None:
+            table.add_row(*_row(sized))
+    print_tables(table)
+    print_lines(*found.verdict(command.good), f"Based on {basis}.")
+    return 0
+
+
+def _row(sized: Sized) -> list[str]:
+    figures = [f"{sized.mean(name):,.1f}" for name in SHOWN]
+    cards = str(sized.cards or "")
+    return [
+        f"{sized.replicas} x {sized.engine}",
+        cards,
+        f"{sized.good_share:.1%}",
+        *figures,
+        f"{sized.mean('use'):.0%}",
+    ]
+
+
+def _engines(command: Asked) -> tuple[dict[str, tuple[Condition, int, int]], str]:
+    """Returns the engines that there may be: by name their condition, their cards, and how many."""
+    if (command.record is None) == (not command.roofline):
+        raise ConfigError("workload is simulated with --record FILE of kvern bench steps, or with --roofline: give one")
+    if command.record is not None:
+        condition, basis, hardware = recorded(command.record, command.model, command.hardware)
+        return {hardware: (condition, 0, command.most_replicas)}, basis
+    from kvern.planning.estimate import Workload
+    from kvern.planning.hardware import names_of, parse_hardware, this_machine
+    from kvern.simulate.roofline import estimated_condition
+
+    model, config = described(command.model)
+    cards = this_machine(config, model.dtype) if command.hardware is None else parse_hardware(command.hardware)
+    engines = {}
+    reasons = []
+    for count in (number for number in range(1, len(cards) + 1) if len(cards) % number == 0):
+        try:
+            condition, best = estimated_condition(model, cards[:count], Workload())
+        except ConfigError as error:
+            reasons.append(str(error))
+            continue
+        engines[f"{cards[0].name} ({best.split})"] = condition, count, len(cards) // count
+    if not engines:
+        raise ConfigError(reasons[0])
+    return engines, f"estimates: {command.model} on {names_of(cards)}; no step of it was measured"
