@@ -30,7 +30,8 @@ def test_answers_stay_while_the_cache_changes_and_its_memory_goes(tiny_model: Pa
     with LLM(str(tiny_model), **OPTIONS) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)]
     with LLM(str(tiny_model), **OPTIONS, elastic_kv_cache=True) as llm:
-        core: Any = llm._engine.core
+        engine: Any = llm._engine
+        core: Any = engine.core
         assert isinstance(core, EngineCore)
         memory, [pool] = core.scheduler.cache.memory, core.executor._worker.runner.pools
         least = memory.chunks
@@ -48,11 +49,11 @@ def test_answers_stay_while_the_cache_changes_and_its_memory_goes(tiny_model: Pa
         core.resize_cache(least)
         assert held() < full
         core.scheduler.check_integrity()
-        requests = [llm._engine.add(str(number), prompt, PARAMS) for number, prompt in enumerate(PROMPTS)]
+        requests = [engine.add(str(number), prompt, PARAMS) for number, prompt in enumerate(PROMPTS)]
         core.resize_cache(memory.most_chunks)
         events = 0
-        while llm._engine.has_work:
-            llm._engine.step()
+        while engine.has_work:
+            engine.step()
             events += 1
             if events % 7 == 0:
                 core.resize_cache(least if events % 2 else memory.most_chunks)

@@ -59,6 +59,6 @@ def test_blocks_follow_the_load_and_answers_are_those_of_fixed_sizes(ranks: int)
                     assert sum(sizes.values()) <= SPARE and min(sizes.values()) >= 0
                     if sizes[busy] > 2 * sizes[idle]:
                         break
-            assert await asyncio.gather(load(http, "a"), load(http, "b")) == [expected, expected]
+            assert [*await asyncio.gather(load(http, "a"), load(http, "b"))] == [expected, expected]
 
     asyncio.run(run())

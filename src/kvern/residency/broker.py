@@ -7,16 +7,19 @@ from kvern.serving.client import EngineClient
 from kvern.serving.replica import Replica
 
 
-def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: bool) -> None:
+def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: bool) -> int:
     """Let caches of models that are awake have `spare` bytes beyond the least of each, as they agree.
 
-    `needed_alone`: no more than their requests need.
+    `needed_alone`: no more than their requests need. Returns the bytes that caches were asked to give back just now.
     """
+    given_back = 0
     replicas = _replicas(clients)
     shares = {name: _share(replica) for name, replica in replicas.items()}
     agreement = agreed(shares, spare, needed_alone=needed_alone)
     for name, chunks in next_sizes(shares, spare, agreement).items():
-        replicas[name].resize_cache(chunks)
+        if replicas[name].resize_cache(chunks):
+            given_back += max(0, shares[name].has - chunks) * shares[name].chunk_bytes
+    return given_back
 
 
 def taken(clients: Mapping[str, EngineClient]) -> int:

@@ -201,8 +201,13 @@ class Keeper:
 
     def _decide(self) -> float | None:
         now = time.monotonic()
+        given_back = 0
         if self._watch is not None:
-            host = self._watch.look(now)
+            host = self.residency.host = self._watch.look(now)
+            if host is not None and host.spare < 0:  # cached blocks that nobody uses go first
+                given_back = self._agree()
+                self._watch.freed(given_back)
+                host = self._watch.look(now)
             if self._reserve is not None and host is not None and host.spare < 0:
                 self._end_reserve()
                 self._watch.freed(RESERVE_BYTES)
@@ -211,7 +216,8 @@ class Keeper:
                 host = replace(host, free=host.free + RESERVE_BYTES)
             self.residency.host = host
         decision = self.residency.decide(now)
-        self._agree()
+        if not given_back:
+            self._agree()
         for name, reason in decision.refused.items():
             self._fail(self._by_name[name], reason)
         for move in decision.moves:
@@ -230,11 +236,15 @@ class Keeper:
             if one.client is not None and self.state(one) == "awake" and self.residency.moving(one.name) is None
         }
 
-    def _agree(self) -> None:
-        """Lets KV caches have what no model holds for certain."""
+    def _agree(self) -> int:
+        """Lets KV caches have what no model holds for certain; returns the bytes that they are asked to give back."""
         host = self.residency.host
         spare = max(0, self.residency.memory - self.residency.held)
-        settle(self._awake, spare, needed_alone=host is not None and host.spare < 0)
+        if (
+            host is not None
+        ):  # what they take anew leaves as much again above the floor, or they would give it back soon
+            spare = min(spare, taken(self._awake) + max(0, host.spare - host.floor))
+        return settle(self._awake, spare, needed_alone=host is not None and host.spare < 0)
 
     async def _until_given_back(self) -> None:
         """Waits until KV caches have given back what a model takes that wakes, but not for long."""

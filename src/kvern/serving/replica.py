@@ -123,11 +123,13 @@ class Replica:
         """The chunks that its requests hold, or will need."""
         return max(self._latest.cache_wanted, self._latest.cache_held)
 
-    def resize_cache(self, chunks: int) -> None:
-        """Let its KV cache have so many chunks of memory."""
-        if chunks != self._asked_chunks:
+    def resize_cache(self, chunks: int) -> bool:
+        """Let its KV cache have so many chunks of memory; returns whether nobody asked for that before."""
+        is_new = chunks != self._asked_chunks
+        if is_new:
             self._asked_chunks = chunks
             self.supervisor.send(ResizeCache(chunks))
+        return is_new
 
     @property
     def accepts(self) -> bool:
