@@ -91,6 +91,12 @@ class EngineConfig:
     both."""
     decode_engines: int = 0
     """Engines beside prefill_engines, which compute answers and short prompts."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """prefill: the server also computes long prompts for servers of other machines, which read keys and values at its
+    kv_tier_listen and hand prompts over at the port behind it. decode: it hands long prompts to those at
+    prefill_server."""
+    prefill_server: tuple[str, ...] = ()
+    """Servers with the role prefill, each by the HOST:PORT of its kv_tier_listen."""
     max_model_len: int | None = None
     """Longest sequence in tokens, prompt and answer. None: the model's context, as far as the memory allows."""
     kv_cache: Literal["paged", "contiguous"] = "paged"
@@ -282,6 +288,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), Mapping):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: it must map names to values")
         self._divide_engines()
+        self._divide_servers()
         self._check_tiers()
         self._check_experts()
         requests = self.max_batch_requests or 1
@@ -354,6 +361,27 @@ class EngineConfig:
                 f"{given}, and executor ray with kv_tier {self.shown_kv_tier}, memory of one machine: name a store "
                 "that all nodes reach, such as valkey://host:6379"
             )
+
+    def _divide_servers(self) -> None:
+        """Sets a tier that hands prompts over between servers, if the role asks for one. Raises ConfigError."""
+        if self.role == "both" and not self.prefill_server:
+            return
+        if (self.role == "decode") != bool(self.prefill_server):
+            raise ConfigError(
+                f"role is {self.role} and prefill_server {', '.join(self.prefill_server) or 'not given'}: a server "
+                "with the role decode, and no other, names those with the role prefill"
+            )
+        if self.role == "prefill" and self.kv_tier_listen is None:
+            raise ConfigError("role is prefill: give kv_tier_listen, the HOST:PORT at which others read the pages")
+        if not self.prefix_cache or self.enable_dp_attention or self.prefill_engines:
+            raise ConfigError(
+                f"role is {self.role}, which needs the prefix cache, and goes neither with enable_dp_attention nor "
+                "with prefill_engines: turn prefix_cache on, and leave the others out"
+            )
+        stores = ["host"] if self.role == "prefill" else [f"nixl://{server}" for server in self.prefill_server]
+        kinds = [option.removesuffix(OPTIONAL).partition(":")[0] for option in self.kv_tier]
+        missing = [store for store in stores if store not in (*kinds, *self.kv_tier)]
+        object.__setattr__(self, "kv_tier", (*self.kv_tier, *missing))
 
     def _check_tiers(self) -> None:
         """Raises ConfigError for options of tiers without what they need."""

@@ -32,6 +32,8 @@ OF_ONE_MODEL = (
     "adapters",
     "kv_events_config",
     "kv_tier_listen",
+    "prefill_server",
+    "role",
     "served_model_name",
 )
 """Engine options that say something of one model; all others hold for each model that has no value of its own."""

@@ -21,7 +21,7 @@ from kvern.cache.prefix_names import prompt_names
 from kvern.config import EngineConfig
 from kvern.engine.inputs import Prompt, is_checked_quickly
 from kvern.engine.output import OutputProcessor
-from kvern.errors import DeadlineExceeded, EngineDied, EngineUnavailable, InvalidRequest, shown
+from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, EngineUnavailable, InvalidRequest, shown
 from kvern.observe.metrics import Refusals
 from kvern.request.request import NO_OPTIONS, RequestOptions, RequestSpec
 from kvern.request.sampling_params import SamplingParams
@@ -33,13 +33,15 @@ from kvern.serving.client_inputs import ClientInputs
 from kvern.serving.client_weights import ClientWeights
 from kvern.serving.page_sharing import PageSharing
 from kvern.serving.places import Place, check_memory, place_of, places_of
+from kvern.serving.prefill_servers import PrefillServer
 from kvern.serving.prefix_index import Level, PrefixIndex
+from kvern.serving.prompt_service import PromptService
 from kvern.serving.replica import Replica
 from kvern.serving.served import SERVED
 from kvern.serving.supervisor import Supervisor, until_one_is_available
 from kvern.serving.weight_files import WeightFiles
 from kvern.serving.wire import Ready
-from kvern.serving.workload import Generation, Turns
+from kvern.serving.workload import Generation, Turns, Workload
 
 logger = logging.getLogger("kvern")
 
@@ -89,6 +91,15 @@ class Replicas:
         self._numbered = {replica.number: replica for replica in self}
         self._changing = asyncio.Lock()
         self._sharing = PageSharing(config)
+        self._prompts = PromptService(config, lambda: self.ready, self._compute)
+        metrics = self._replicas[0].metrics
+        try:
+            self._servers = [
+                PrefillServer(server, outputs, self.turns, metrics, self._again, self.go_on)
+                for server in config.prefill_server
+            ]
+        except ValueError as error:
+            raise ConfigError(f"prefill_server is {', '.join(config.prefill_server)}: {error}") from error
         self.adapters = ClientAdapters(
             names, self._engine_adapters, self._adapter_keys, self.until_available, self._handed_keys
         )
@@ -131,6 +142,8 @@ class Replicas:
     @property
     def degraded(self) -> str | None:
         """The reason why something works less well than it should; None: all works."""
+        if self._servers and not self.resting and not any(server.is_ready for server in self._servers):
+            return "no prefill server answers: engines compute all prompts"
         if not self.splits or self.resting or any(one.is_prefill and one.supervisor.is_ready for one in self._staying):
             return None
         return "no prefill engine takes requests: decode engines compute all prompts"
@@ -152,6 +165,7 @@ class Replicas:
         try:
             await asyncio.gather(*starts)
             await self._sharing.start()
+            self._prompts.start()
         except BaseException:
             for start in starts:
                 start.cancel()
@@ -160,6 +174,8 @@ class Replicas:
             raise
         self.resting = False
         self._settle()
+        for server in self._servers:
+            server.start()
 
     async def rest(self) -> None:
         """End the engines until `start`. What they have not answered goes on then."""
@@ -186,9 +202,9 @@ class Replicas:
 
     def fail(self, error: EngineUnavailable) -> None:
         """End all requests: there is no engine to go on with them."""
-        for replica in self:
-            for generation in list(replica.workload.running.values()):
-                replica.workload.end(generation, error)
+        for one in (*self, *self._servers):
+            for generation in list(one.workload.running.values()):
+                one.workload.end(generation, error)
 
     async def add(self) -> Replica:
         """Start another engine. Raises ConfigError with the reason if there is no place for it, or it does not start.
@@ -252,7 +268,9 @@ class Replicas:
 
     async def stop(self) -> None:
         """End all."""
+        await self._prompts.stop()
         await self._sharing.stop()
+        await asyncio.gather(*(server.stop() for server in self._servers))
         await asyncio.gather(*(replica.supervisor.stop() for replica in self))
 
     async def until_available(self) -> None:
@@ -385,7 +403,7 @@ class Replicas:
         """Give an engine a request that none has, or whose prompt another has computed."""
         error = generation.lost_adapter(self.adapters.lost)
         if error is None:
-            self._chosen(generation).workload.take(generation)
+            self._workload(generation).take(generation)
             if generation.handed_over:
                 self.adapters.forget_unloaded()
         else:
@@ -431,7 +449,7 @@ class Replicas:
     @property
     def has_choice(self) -> bool:
         """There are several engines, which keep prefixes: each tells which."""
-        return len(self) > 1 and self._config.prefix_cache
+        return (len(self) > 1 or bool(self._servers)) and self._config.prefix_cache
 
     def _digest(self, adapter: int | None) -> bytes:
         """The digest of an adapter, as the engines that have read it say."""
@@ -452,6 +470,33 @@ class Replicas:
         """Returns the keys of the adapters of requests whose prompts are computed for other engines."""
         running = (one for replica in self if replica.is_prefill for one in replica.workload.running.values())
         return {generation.spec.adapter for generation in running if generation.hands_over}
+
+    def _workload(self, generation: Generation) -> Workload:
+        """Returns the workload of the engine for a request, or of a server that computes its prompt before."""
+        usual = self._chosen(generation).workload
+        takers = [server.workload for server in self._servers if server.takes(generation)]
+        if not takers or weights_prefix(self.weights.version):  # they have the weights of the model's folder
+            return usual
+        if len(self) == 1:
+            generation.levels = self.index.levels(generation.names)
+        before, uncached = min(takers, key=lambda one: one.tokens), usual.uncached(generation)
+        waits = before.tokens - usual.tokens > MOST_AHEAD * uncached
+        generation.hands_over = uncached >= LEAST_HANDED_OVER and not waits
+        return before if generation.hands_over else usual
+
+    def _again(self, generation: Generation) -> None:
+        """The server that was to compute a prompt is gone."""
+        assert generation.workload is not None
+        generation.workload.give(generation, self._chosen(generation).workload)
+
+    async def _compute(self, spec: RequestSpec) -> None:
+        """Compute a prompt for another server. Raises EngineDied, RequestFailed or EngineUnavailable."""
+        await self.until_available()
+        news = asyncio.Event()
+        generation = self.prepare(spec, None, news=news, asked=time.monotonic(), patient=True)
+        self.go_on(generation)
+        async for _ in self.follow([generation], news):
+            pass
 
     def _chosen(self, generation: Generation) -> Replica:
         """Returns the engine for a request: one that starts it at once, else the one that may be soonest."""

@@ -116,6 +116,11 @@ class Supervisor:
         return self.available.is_set() and not self.closed
 
     @property
+    def sequences(self) -> int:
+        """The most sequences that run in it at the same time."""
+        return self.link.ready.sequences
+
+    @property
     def unavailable(self) -> EngineUnavailable | None:
         """Engines keep dying, or do not start, without a request to blame: why, and when to come again."""
         if self.available.is_set() or self._fruitless <= PATIENCE:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -20,8 +21,7 @@ from kvern.serving.prefix_index import EnginePrefixes, Expected, Level, cached_t
 from kvern.serving.prefix_record import answer_tokens
 from kvern.serving.probation import Probation
 from kvern.serving.served import Passage, ServedRequest
-from kvern.serving.supervisor import Supervisor
-from kvern.serving.wire import AddRequest, FinishRequests, encode
+from kvern.serving.wire import AddRequest, FinishRequests, WireMessage
 
 
 class Generation:
@@ -202,12 +202,27 @@ class Turns:
 logger = logging.getLogger("kvern")
 
 
+class Receiver(Protocol):
+    """An engine, as its workload knows it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes requests."""
+
+    @property
+    def sequences(self) -> int:
+        """The most sequences that run there at the same time."""
+
+    def send(self, message: WireMessage) -> None:
+        """Sends a message if it takes requests."""
+
+
 class Workload:
     """`outputs` turns events into answers; `probation` says who may run. `prefixes`: what the engine has cached."""
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        supervisor: Receiver,
         outputs: OutputProcessor,
         probation: Probation,
         turns: Turns,
@@ -245,7 +260,7 @@ class Workload:
     @property
     def is_full(self) -> bool:
         """A request would wait until another ends."""
-        return self.sequences >= self._supervisor.link.ready.sequences
+        return self.sequences >= self._supervisor.sequences
 
     def take(self, generation: Generation) -> None:
         """Have the engine work on it when it may."""
@@ -379,7 +394,7 @@ class Workload:
         if generation.served is not None:
             self._served[generation.output.request_id] = generation.served
         try:
-            self._supervisor.link.socket.send(encode(generation.message()))
+            self._supervisor.send(generation.message())
         except Exception as error:
             logger.exception("request %s cannot be sent to the engine", generation.output.request_id)
             self.end(generation, RequestFailed(f"it cannot be sent to the engine: {in_a_line(error)}"))

@@ -11,6 +11,7 @@ import os
 import socket as sockets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -92,7 +93,7 @@ def peer_secret() -> str:
     return secret
 
 
-def listen(socket: "zmq.Socket[bytes]", address: tuple[str, int], secret: str) -> None:
+def listen(socket: "zmq.Socket[Any]", address: tuple[str, int], secret: str) -> None:
     """Binds a socket for those who know the secret. Raises zmq.ZMQError."""
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, _curve_key(secret))
@@ -100,7 +101,7 @@ def listen(socket: "zmq.Socket[bytes]", address: tuple[str, int], secret: str) -
     socket.bind(f"tcp://{address[0]}:{address[1]}")
 
 
-def connect(socket: "zmq.Socket[bytes]", address: tuple[str, int], secret: str) -> None:
+def connect(socket: "zmq.Socket[Any]", address: tuple[str, int], secret: str) -> None:
     """Connects to a listener with the secret, now or when there is one."""
     public, own = zmq.curve_keypair()
     socket.set(zmq.CURVE_SERVERKEY, zmq.curve_public(_curve_key(secret)))

@@ -1,0 +1,128 @@
+"""Servers of other machines that compute long prompts for this one's engines, which load the pages from there."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import zmq
+import zmq.asyncio
+
+from kvern.engine.output import OutputProcessor
+from kvern.errors import KvernError
+from kvern.observe.metrics import Metrics
+from kvern.serving.prefix_index import EnginePrefixes, PrefixIndex
+from kvern.serving.probation import Probation
+from kvern.serving.wire import Events, Failed, Ready, Start, WireMessage, decode_for_server, encode
+from kvern.serving.workload import Generation, Turns, Workload
+from kvern.tiers.remote_pages import connect, peer_secret, read_address
+from kvern.version import __version__
+
+logger = logging.getLogger("kvern")
+
+SILENCE_SECONDS = 5.0
+"""Seconds without a word, after which the other is gone: it says something every second."""
+LONGEST_WAIT = 60.0
+
+
+def prompts_address(option: str) -> tuple[str, int]:
+    """The address for prompts of the server whose kv_tier_listen this is: the port behind it. Raises ValueError."""
+    host, port = read_address(option)
+    return host, port + 1
+
+
+class PrefillServer:
+    """The connection to one of them, which is made again whenever it is lost, and the prompts that it computes.
+
+    `again` gives a prompt to another engine, if the connection is lost; `computed` one that is computed.
+    """
+
+    def __init__(
+        self,
+        option: str,
+        outputs: OutputProcessor,
+        turns: Turns,
+        metrics: Metrics,
+        again: Callable[[Generation], None],
+        computed: Callable[[Generation], None],
+    ) -> None:
+        """`option`: HOST:PORT. Raises ValueError."""
+        self.name = option
+        self._address = prompts_address(option)
+        self._secret = peer_secret()
+        self._again = again
+        self._socket: zmq.asyncio.Socket | None = None
+        self._ready: Ready | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.workload = Workload(self, outputs, Probation(), turns, metrics, EnginePrefixes(PrefixIndex(), -1))
+        self.workload.engine = option
+        self.workload.handed_over = computed
+
+    @property
+    def is_ready(self) -> bool:
+        """It takes prompts."""
+        return self._ready is not None
+
+    @property
+    def sequences(self) -> int:
+        """The most prompts that it computes at the same time."""
+        return 0 if self._ready is None else self._ready.sequences
+
+    def takes(self, generation: Generation) -> bool:
+        """Returns whether it may compute a prompt: it reads no adapters, and may have a shorter context."""
+        if self._ready is None or not generation.may_hand_over or generation.spec.adapter is not None:
+            return False
+        return generation.spec.prompt_length < self._ready.max_model_len
+
+    def send(self, message: WireMessage) -> None:
+        """Sends a message, if there is somebody to hear it."""
+        if self._socket is not None:
+            self._socket.send(encode(message))
+
+    def start(self) -> None:
+        """Connects, now or when there is such a server."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Ends the connection."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _keep(self) -> None:
+        wait = 1.0
+        while True:
+            reason = "it does not answer"
+            try:
+                await self._talk()
+            except (KvernError, zmq.ZMQError, ValueError) as error:
+                reason = str(error)
+            finally:
+                if self._socket is not None:
+                    self._socket.close()
+                self._socket = None
+            wait = 1.0 if self.is_ready else min(LONGEST_WAIT, 2 * wait)
+            self._ready = None
+            logger.warning("the prefill server %s is gone: %s; it is tried again in %g s", self.name, reason, wait)
+            self.workload.fate = f"the prefill server {self.name} is gone"
+            for generation in list(self.workload.running.values()):
+                self._again(generation)
+            await asyncio.sleep(wait)
+
+    async def _talk(self) -> None:
+        """Hears what it says until it is silent. Raises KvernError with its reason to refuse."""
+        self._socket = socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
+        connect(socket, self._address, self._secret)
+        self.send(Start({"version": __version__}))
+        while await socket.poll(int(SILENCE_SECONDS * 1000)):
+            message = decode_for_server(await socket.recv())
+            if isinstance(message, Ready):
+                self._ready = message
+                logger.info("the prefill server %s takes prompts", self.name)
+            elif isinstance(message, Failed):
+                raise KvernError(message.reason)
+            elif isinstance(message, Events):
+                self.workload.deliver(message.events)

@@ -1,0 +1,130 @@
+"""Computes prompts for servers of other machines, which read the pages from this one's host memory."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from kvern.config import EngineConfig
+from kvern.errors import ConfigError, KvernError
+from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.request import RequestSpec
+from kvern.serving.prefill_servers import prompts_address
+from kvern.serving.wire import (
+    AddRequest,
+    Busy,
+    Events,
+    Failed,
+    FinishRequests,
+    Ready,
+    Start,
+    WireMessage,
+    decode_for_engine,
+    encode,
+)
+from kvern.serving.workload import generation_id
+from kvern.tiers.remote_pages import listen, peer_secret
+from kvern.version import __version__
+
+logger = logging.getLogger("kvern")
+
+BEAT_SECONDS = 1.0
+
+
+class PromptService:
+    """Listens behind `config.kv_tier_listen` if the server's role is prefill.
+
+    `compute` prepares a prompt and waits until engines have computed it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, ready: Callable[[], Ready], compute: Callable[[RequestSpec], Awaitable[None]]
+    ) -> None:
+        self._config = config
+        self._ready = ready
+        self._compute = compute
+        self._socket: zmq.asyncio.Socket | None = None
+        self._peers: set[bytes] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._prompts: dict[tuple[bytes, str], asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        """Listens, if it is to. Raises ConfigError."""
+        if self._config.role != "prefill" or self._socket is not None:
+            return
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        try:
+            listen(self._socket, prompts_address(self._config.kv_tier_listen or ""), peer_secret())
+        except (ValueError, zmq.ZMQError) as error:
+            raise ConfigError(f"kv_tier_listen is {self._config.kv_tier_listen}, and prompts: {error}") from error
+        self._tasks = {asyncio.create_task(self._hear()), asyncio.create_task(self._beat())}
+
+    async def stop(self) -> None:
+        """Ends what is computed for others."""
+        for task in (*self._tasks, *self._prompts.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._prompts.values(), return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for peer in [*self._peers]:
+                await self._send(peer, Busy())
+
+    async def _send(self, peer: bytes, message: WireMessage) -> None:
+        """Sends a message; a peer that is gone, or takes nothing, is forgotten with its prompts."""
+        assert self._socket is not None
+        try:
+            await self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._peers.discard(peer)
+            for (of, _), task in self._prompts.items():
+                if of == peer:
+                    task.cancel()
+
+    async def _hear(self) -> None:
+        assert self._socket is not None
+        while True:
+            peer, content = await self._socket.recv_multipart()
+            try:
+                message = decode_for_engine(content)
+            except msgspec.DecodeError as error:
+                await self._send(peer, Failed(f"it does not understand a message: {error}"))
+                continue
+            if isinstance(message, Start):
+                await self._greet(peer, message)
+            elif isinstance(message, AddRequest) and peer in self._peers:
+                place = peer, message.spec.request_id
+                self._prompts[place] = asyncio.create_task(self._answer(*place, message.spec))
+            elif isinstance(message, FinishRequests):
+                for name in message.request_ids:
+                    if (task := self._prompts.get((peer, generation_id(name)))) is not None:
+                        task.cancel()
+
+    async def _greet(self, peer: bytes, start: Start) -> None:
+        if (version := start.config.get("version")) != __version__:
+            await self._send(peer, Failed(f"it is kvern {__version__}, and this one {version}: they must be equal"))
+            return
+        self._peers.add(peer)
+        await self._send(peer, self._ready())
+
+    async def _answer(self, peer: bytes, name: str, spec: RequestSpec) -> None:
+        """Computes a prompt, and says so in any case: whoever asked computes what it does not find."""
+        try:
+            ready = self._ready()
+            fits = len(spec.prompt) < ready.max_model_len
+            if fits and all(0 <= token < ready.model.vocab_size for token in spec.prompt.token_ids):
+                await self._compute(msgspec.structs.replace(spec.prompt_alone(), request_id=f"{peer.hex()}-{name}"))
+        except KvernError as error:
+            logger.warning("a prompt of another server is not computed: %s", error)
+        finally:
+            self._prompts.pop((peer, name), None)
+        ended = TokenEvent(f"{name}#0", finish_reason="length")
+        await self._send(peer, Events([ended], EngineStatistics(), 0.0))

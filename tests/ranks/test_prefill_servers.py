@@ -1,0 +1,124 @@
+"""Servers that compute prompts for others, as on two machines: tokens of one server, whatever ends on the way."""
+
+import importlib.util
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvern import EngineConfig
+from kvern.errors import ConfigError
+from kvern.tiers.remote_pages import PEER_KEY
+from tests.support.peft_adapters import make_adapter
+from tests.support.ray_cluster import free_port
+from tests.support.served import Served, eventually, serving
+
+pytestmark = [
+    pytest.mark.skipif(
+        sys.platform != "linux" or importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra nixl"
+    ),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
+]
+OPTIONS = ("--threads", "1", "--device", "cpu", "--dtype", "float32", "--kv-cache-tokens", "4096")
+LONG = [[10 + (number * 31 + place * 7) % 110 for place in range(300)] for number in range(40)]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5},
+    "several": {"temperature": 0.9, "seed": 4, "n": 3},
+    "structured": {"temperature": 0.9, "seed": 4, "extra_body": {"structured_outputs": {"regex": "[a-d]{8}"}}},
+    "adapted": {"temperature": 0, "model": "one"},
+}
+
+
+@pytest.fixture(scope="module")
+def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    adapter = make_adapter(tiny_model, tmp_path_factory.mktemp("adapters") / "one", 0, r=4)
+    return (str(tiny_model), *OPTIONS, "--served-model-name", "tiny", "--adapter", f"one={adapter}")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PEER_KEY, "a secret of all servers")
+        patch.setenv("UCX_TLS", "tcp")
+        yield f"127.0.0.1:{free_port()}"
+
+
+def prefilling(options: tuple[str, ...], address: str) -> Any:
+    return serving(*options, "--role", "prefill", "--kv-tier", "host:64MB", "--kv-tier-listen", address)
+
+
+@pytest.fixture(scope="module")
+def decode(options: tuple[str, ...], address: str) -> Iterator[Served]:
+    with serving(*options, "--role", "decode", "--prefill-server", address) as served:
+        yield served
+
+
+def ask(served: Served, number: int, **more: Any) -> list[str]:
+    asked = {"model": "tiny", "max_tokens": 8, **more}
+    found = served.client().completions.create(prompt=LONG[number], **asked)
+    return [choice.text for choice in found.choices]
+
+
+def handed(served: Served) -> float:
+    return served.figure("prompts_handed_over_total")
+
+
+def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
+    options: tuple[str, ...], address: str, decode: Served
+) -> None:
+    """Without the other, with it, while it is stopped, when it was killed, and when it is back."""
+    status, _, told = decode.raw("GET", "/ready")
+    assert status == 200 and "no prefill server answers" in str(told)
+    assert ask(decode, 0, temperature=0) and not handed(decode)
+    with prefilling(options, address) as prefill:
+        eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
+        loaded = 0.0
+        for number, (kind, params) in enumerate(KINDS.items(), 1):
+            before = handed(decode)
+            found = ask(decode, number, **params)
+            assert handed(decode) == before + (kind != "adapted")
+            assert found == ask(prefill, number, **params)
+            loaded = decode.figure("tier_hit_tokens_total", store="nixl")
+        assert loaded >= 256
+        before = handed(decode)
+        ask(decode, 1, temperature=0)  # it is cached here
+        assert handed(decode) == before
+        prefill.process.send_signal(signal.SIGSTOP)
+        stopped = ask(decode, 20, temperature=0)
+        eventually(lambda: "degraded" in str(decode.raw("GET", "/ready")[2]))
+        prefill.process.send_signal(signal.SIGCONT)
+        eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
+        assert stopped == ask(prefill, 20, temperature=0)
+        expected = ask(prefill, 21, temperature=0)
+        prefill.stop(signal.SIGKILL)
+        assert ask(decode, 21, temperature=0) == expected
+    with prefilling(options, address):
+        eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
+        before = handed(decode)
+        assert ask(decode, 22, temperature=0)
+        assert handed(decode) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"role": "decode"}, "role is decode and prefill_server not given"),
+        ({"prefill_server": ("a:1",), "role": "prefill"}, "role is prefill and prefill_server a:1"),
+        ({"role": "prefill"}, "give kv_tier_listen"),
+        ({"role": "decode", "prefill_server": ("a:1",), "prefix_cache": False}, "needs the prefix cache"),
+    ],
+)
+def test_options_that_are_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        EngineConfig(model="kvern-1m", **given)
+
+
+def test_roles_bring_their_stores() -> None:
+    config = EngineConfig(model="kvern-1m", role="decode", prefill_server=("a:1", "b:2"), kv_tier=("nixl://b:2",))
+    assert config.kv_tier == ("nixl://b:2", "nixl://a:1")
+    assert EngineConfig(model="kvern-1m", role="prefill", kv_tier_listen="a:1").kv_tier == ("host",)
