@@ -3,6 +3,7 @@
 LoadRequest --take--> RequestSpec --> EngineCore --> SimulatedExecutor --> Timeline
 """
 
+import math
 import random
 from collections.abc import Sequence
 from functools import cached_property
@@ -22,6 +23,7 @@ from kvern.loads.request import BLOCK_TOKENS, LoadRequest
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.simulate.executor import Price, SimulatedExecutor, VirtualClock
+from kvern.simulate.leap import Leaps
 from kvern.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -157,6 +159,8 @@ class DrivenEngine:
         self.scheduler = make_scheduler(sizes)
         made = None if pace is None else pace.made(clock)
         timing = CoreTiming(pace=made, clock=clock, sleep=clock.sleep)
+        self.leaps: Leaps | None = None
+        """Makes several steps at once; None: all are made singly."""
         self.core = EngineCore(self.scheduler, cast("Executor", executor), sizes.depth, timing=timing)
 
     @property
@@ -175,9 +179,10 @@ class DrivenEngine:
         self.timeline.arrived(spec, arrival)
         self.core.add(spec)
 
-    def step(self) -> None:
-        """Does what the process of an engine does in one turn."""
-        self.core.step()
+    def step(self, until: float = math.inf) -> None:
+        """Does what the process of an engine does in one turn; the next request arrives then."""
+        if self.leaps is None or not self.leaps.leap(until):
+            self.core.step()
 
     def run(self, load: Sequence[LoadRequest], prompts: Prompts) -> None:
         """Runs a whole load, in the order of its arrivals."""
@@ -187,13 +192,19 @@ class DrivenEngine:
             while spec is not None and (arrival <= self.clock.now or not self.has_work):
                 self.add(spec, arrival)
                 spec, arrival = next(upcoming, (None, 0.0))
-            self.step()
+            self.step(math.inf if spec is None else arrival)
 
 
-def simulated_engine(sizes: EngineSizes, price: Price, pace: PaceSizes | None = None) -> DrivenEngine:
-    """Returns an engine without a model."""
+def simulated_engine(
+    sizes: EngineSizes, price: Price, pace: PaceSizes | None = None, leaps: bool = True
+) -> DrivenEngine:
+    """Returns an engine without a model, which `leaps` where it can."""
     clock, timeline = VirtualClock(), Timeline()
-    return DrivenEngine(sizes, clock, SimulatedExecutor(clock, price, timeline.ended), timeline, pace)
+    executor = SimulatedExecutor(clock, price, timeline.ended)
+    engine = DrivenEngine(sizes, clock, executor, timeline, pace)
+    if leaps and sizes.depth == 1 and pace is None:
+        engine.leaps = Leaps(engine.scheduler, executor, timeline)
+    return engine
 
 
 def check_load(load: Sequence[LoadRequest], sizes: EngineSizes) -> None:

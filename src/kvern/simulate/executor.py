@@ -66,6 +66,8 @@ class SimulatedExecutor:
         """The seconds of all steps."""
         self._clock, self._observe = clock, observe
         self._tokens: dict[int, int] = {}
+        self._drawn: float | None = None
+        """The seconds of the next step, if they are known already."""
 
     def submit(self, output: SchedulerOutput) -> SimulatedStep:
         """Begins a step."""
@@ -85,8 +87,37 @@ class SimulatedExecutor:
 
     def end_of(self, output: SchedulerOutput, begun: float) -> float:
         """Returns the end of a step that begins now, or when the one before ended."""
+        if self._drawn is not None:
+            drawn, self._drawn = self._drawn, None
+            return begun + drawn
         scheduled = output.scheduled
         return begun + self.price.seconds(load_of(scheduled, output.encoding), len(scheduled), len(output.joined))
+
+    def decode(self, load: StepLoad, most: int, until: float) -> list[float]:
+        """Lets the time of steps pass in which all rows decode, of which this is the first; returns their ends.
+
+        They are at most so many, and end before a moment.
+        """
+        rows = load.rows
+        keys, reach = load.keys, load.reach
+        found: list[float] = []
+        now = max(self.ended, self._clock.now)
+        price = self.price.seconds
+        while len(found) < most:
+            if self._drawn is None:
+                self._drawn = price(StepLoad(rows, keys, reach=reach), rows, 0)
+            end = now + self._drawn
+            if end >= until:
+                break
+            self.busy += end - now
+            now, self._drawn = end, None
+            found.append(end)
+            keys += rows
+            reach += 1
+        if found:
+            self.ended = now
+            self._clock.reach(now)
+        return found
 
     def sampled(self, output: SchedulerOutput) -> list[list[int]]:
         """Returns the tokens of each row."""

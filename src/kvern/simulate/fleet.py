@@ -91,7 +91,7 @@ class Fleet:
             member = self._members[number]
             self._settle(member)
             if member.engine.has_work:
-                member.engine.step()
+                member.engine.step(until)
                 member.teller.tell()
                 heapq.heappush(self._due, (member.engine.clock.now, number))
             else:

@@ -1,5 +1,6 @@
 """When the tokens of each request came, and the figures of that."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -91,6 +92,21 @@ class Timeline:
             self.gaps[moment - last] += count
         self.steps += 1
         self.rows += rows
+
+    def leapt(self, moments: Sequence[float], request_ids: Sequence[str]) -> None:
+        """Takes note of steps that gave each of these requests a token, neither its first nor its last."""
+        answers = self.answers
+        first, last = moments[0], moments[-1]
+        count = len(moments)
+        for name in request_ids:
+            answer = answers[name]
+            self.gaps[first - answer.last] += 1
+            answer.last = last
+            answer.tokens += count
+        for before, after in itertools.pairwise(moments):
+            self.gaps[after - before] += len(request_ids)
+        self.steps += count
+        self.rows += count * len(request_ids)
 
 
 def weighted_percentiles(values: Mapping[float, int], percents: Sequence[float]) -> list[float]:

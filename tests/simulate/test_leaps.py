@@ -1,0 +1,72 @@
+"""Steps that are made at once: all that is seen of them, and decided after them, is as with single steps."""
+
+import random
+
+import msgspec
+import pytest
+
+from kvern.engine.queues import POLICIES
+from kvern.engine.step_load import StepLoad
+from kvern.loads.request import LoadRequest
+from kvern.simulate.engine import DrivenEngine, EngineSizes, Prompts, simulated_engine
+
+
+class DrawnPrice:
+    """A price of which every step draws a part."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = random.Random(seed)
+
+    def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
+        return (0.01 + 0.001 * load.rows + 1e-6 * load.keys) * (0.5 + self._dice.random())
+
+
+def drawn(seed: int) -> tuple[EngineSizes, list[LoadRequest]]:
+    """Sizes that run out, and a load for them."""
+    dice = random.Random(seed)
+    sizes = EngineSizes(
+        blocks=dice.choice((60, 90, 400)),
+        block_size=dice.choice((4, 8, 16)),
+        max_model_len=240,
+        max_batch_requests=dice.choice((2, 5, 9)),
+        max_batch_tokens=dice.choice((16, 64, 256)),
+        policy=dice.choice(sorted(POLICIES)),
+        aging_steps=dice.choice((5, 100)),
+        prefix_cache=dice.random() < 0.8,
+    )
+    now = 0.0
+    load = []
+    for _ in range(25):
+        now += dice.expovariate(dice.choice((1.0, 20.0)))
+        blocks = (dice.randrange(3),) if dice.random() < 0.6 else ()
+        load.append(LoadRequest(now, dice.randint(1, 140), dice.randint(1, 100), blocks, dice.choice("ab")))
+    return sizes, load
+
+
+def run(sizes: EngineSizes, load: list[LoadRequest], seed: int, leaps: bool) -> DrivenEngine:
+    engine = simulated_engine(sizes, DrawnPrice(seed), leaps=leaps)
+    engine.run(load, Prompts())
+    engine.scheduler.check_integrity()
+    return engine
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_leaps_change_nothing(seed: int) -> None:
+    sizes, load = drawn(seed)
+    if sizes.blocks * sizes.block_size < sizes.max_model_len:
+        sizes = msgspec.structs.replace(sizes, blocks=120)
+    single, leaping = (run(sizes, load, seed, leaps) for leaps in (False, True))
+    assert leaping.leaps is not None and leaping.leaps.steps > 20
+
+    def seen(engine: DrivenEngine) -> object:
+        answers = [(each.first, each.last, each.tokens) for each in engine.timeline.answers.values()]
+        return (
+            answers,
+            engine.timeline.gaps,
+            engine.hit_tokens,
+            engine.scheduler.preemption_count,
+            engine.scheduler.step,
+        )
+
+    assert seen(single) == seen(leaping)
+    assert single.executor.busy == pytest.approx(leaping.executor.busy)
