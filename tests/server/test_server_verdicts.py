@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,3 +104,75 @@ def test_what_is_short(cause: str) -> None:
     options, body = SHORT[cause]
     with serving("kvern-12m", *SERVER, *options) as served:
         check(served, cause, "idle", *[body] * 3)
+
+
+STORE = """
+import pathlib
+import time
+
+SECONDS = pathlib.Path(__file__).with_name("seconds")
+
+
+class SlowStore:
+    is_local = True
+
+    def __init__(self, rest, identity):
+        self.pages = {}
+
+    def has(self, names):
+        return [name in self.pages for name in names]
+
+    def get(self, names, places):
+        time.sleep(float(SECONDS.read_text()))
+        for name, place in zip(names, places):
+            place[:] = self.pages[name]
+        return [True] * len(names)
+
+    def put(self, names, places):
+        self.pages.update((name, bytes(place)) for name, place in zip(names, places))
+        return [True] * len(names)
+
+    def drop(self, names):
+        for name in names:
+            self.pages.pop(name, None)
+
+    def close(self):
+        pass
+"""
+
+
+def test_a_store_that_is_slow_and_still_faster_than_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts of which the KV cache has room for one come from the store by turns."""
+    (tmp_path / "slow_store.py").write_text(STORE)
+    (tmp_path / "slow_store-1.0.dist-info").mkdir()
+    (tmp_path / "slow_store-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: slow-store\nVersion: 1.0\n"
+    )
+    (tmp_path / "slow_store-1.0.dist-info" / "entry_points.txt").write_text(
+        "[kvern.kv_tiers]\nslow = slow_store:SlowStore\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ['PYTHONPATH']}{os.pathsep}{tmp_path}")
+
+    def prompt(number: int) -> Body:
+        return {**story(1), "prompt": [3 + (number + place * (number + 1)) % 1000 for place in range(1900)]}
+
+    options = ("--max-model-len", "2048", "--kv-cache-tokens", "2048", "--kv-tier", "slow:any")
+    with serving("kvern-12m", *SERVER[:-1], *options) as served:
+        began = time.monotonic()
+        served.raw("POST", "/v1/completions", json.dumps(prompt(next(NUMBERS))).encode())
+        (tmp_path / "seconds").write_text(str((time.monotonic() - began) / 4))
+        check(served, "products", "idle", lambda: prompt(next(NUMBERS)))
+        turns = itertools.cycle(range(10**6, 10**6 + 3))
+        check(served, "tier", "products", lambda: prompt(next(turns)))
+
+
+def test_grammars_that_are_larger_than_what_is_kept_of_them() -> None:
+    """Each of them is known to the server, and dropped by the engine when it comes again."""
+    forms = [[f"the number {number * 7919 % 1000003}" for number in range(first, first + 5000)] for first in range(20)]
+    turns = itertools.cycle(forms)
+
+    def body() -> Body:
+        return {"model": "kvern-12m", "prompt": "Once", "max_tokens": 1, "guided_choice": next(turns)}
+
+    with serving("kvern-12m", *SERVER) as served:
+        check(served, "grammar", "idle", body)
