@@ -1,25 +1,31 @@
 """Each cause of lost time is provoked, and named, and no other."""
 
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvern import LLM, SamplingParams
+from kvern import LLM, EngineConfig, SamplingParams
+from kvern.cli.fields import options_of
+from kvern.cli.main import COMMANDS, kind_of
 from kvern.observe.engine_time import EngineTime
-from kvern.observe.verdict import LEAST, SAYS, WINDOW, VerdictWatch, judge
+from kvern.observe.verdict import LEAST, SAYS, SAYS_AGAIN, WINDOW, VerdictWatch, judge
 from kvern.planning import hardware
 from kvern.planning.estimate import StepFactors
 from kvern.planning.hardware import Card
 from kvern.request.events import CAUSES, EngineStatistics
+from kvern.request.request import Progress
 from tests.support.internals import engine_of
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import FACTORS, SimulatedEngine
 from tests.support.simulated_images import ImageEngine, ImageSetup
 
+PAGE = Path(__file__).parents[2] / "docs/observability.md"
 ROOMY = Setup(slots=4, max_model_len=60, spare_blocks=60, spare_budget=60)
 PROMPT = [0] * 18
 
@@ -132,6 +138,63 @@ def test_what_was_provoked_is_named_and_nothing_else(cause: str) -> None:
     found = judge(before, engine.core.statistics())
     assert found is not None and found.cause == cause
     assert found.share > 0.5
+
+
+def test_tokens_that_are_computed_again_after_preemptions_are_counted() -> None:
+    engine = crowd(replace(ROOMY, max_model_len=24, spare_blocks=0, prefix_cache=False))
+    engine.run()
+    found = engine.core.statistics()
+    assert found.preemptions > 0 and found.recomputed_tokens > 0
+    assert found.computed_tokens == 6 * 20 + found.recomputed_tokens
+
+
+def test_so_are_those_of_requests_that_another_engine_had() -> None:
+    engine = SimulatedEngine(replace(ROOMY, prefix_cache=False))
+    spec = engine.add([0, 1, 2], 8)[0].spec
+    engine.run()
+    assert engine.core.statistics().recomputed_tokens == 0
+    engine.core.add(spec, [Progress(0, [1, 2, 0, 1], 0)])
+    while engine.core.has_work:
+        engine.core.step()
+    assert engine.core.statistics().recomputed_tokens == 6
+
+
+def test_products_of_tokens_that_were_computed_before_are_not_told_as_useful() -> None:
+    figures = {"steps": 10, "computed_tokens": 1000, "prefill_tokens": 1000}
+    for again, is_told in ((400, True), (50, False)):
+        found = judge(EngineStatistics(), after({"products": 1.0}, recomputed_tokens=again, **figures))
+        assert found is not None
+        assert ("40% of them computed before" in found.evidence, "--kv-tier" in found.action) == (is_told, is_told)
+
+
+def texts() -> list[str]:
+    """What operators are told to do: the actions of verdicts, and the page."""
+    return [SAYS_AGAIN[1], *(action for _, action in SAYS.values()), PAGE.read_text()]
+
+
+def test_the_page_has_a_remedy_for_each_verdict() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]{3,}) \|$", PAGE.read_text(), re.MULTILINE))
+    assert rows.keys() >= set(CAUSES) == SAYS.keys()
+
+
+def test_options_and_commands_of_remedies_exist() -> None:
+    kinds = {words: kind_of(words) for words in COMMANDS}
+    known = {option.name for kind in kinds.values() for option in options_of(kind)}
+    named = {name for text in texts() for name in re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z0-9-]*)", text)}
+    assert len(named) > 15 and {name for name in named if name.replace("-", "_") not in known} == set()
+    commands = {name for text in texts() for name in re.findall(r"(?<!kvern: )\bkvern ([a-z]+)(?=[ `])", text)}
+    assert {"top", "profile", "plan"} <= commands & {words[0] for words in kinds}
+
+
+@pytest.mark.parametrize("option", ["kv_cache_dtype", "batching", "kv_tier"])
+def test_values_of_options_that_remedies_name_are_taken(option: str) -> None:
+    found = {
+        value for text in texts() for value in re.findall(f"--{option.replace('_', '-')} ([a-z]+[a-z0-9:SIZE]*)", text)
+    }
+    assert found
+    for value in found:
+        setting: Any = (value.replace("SIZE", "1GB"),) if option == "kv_tier" else value
+        assert getattr(EngineConfig("kvern-1m", **{option: setting}), option) == setting
 
 
 def after(seconds: dict[str, float], **figures: Any) -> EngineStatistics:

@@ -498,6 +498,7 @@ class EngineCore(EngineLoop):
         if self._forecast is not None:
             self._forecast.report(self._counted)
         self._counted.preemptions = self.scheduler.preemption_count
+        self._counted.recomputed_tokens = self.scheduler.recomputed_tokens
         self._counted.running, self._counted.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._counted.waiting += len(self._held)
         self._counted.step_time_ratio = 0.0 if self._pace.drift is None else self._pace.drift.ratio

@@ -98,6 +98,8 @@ class Scheduler:
         self.forks = PendingForks(cache.block_size)
         self.step = 0
         self.preemption_count = 0
+        self.recomputed_tokens = 0
+        """The tokens that were computed again: of requests that lost their rows, or that another engine had."""
         self.blocked: Lack | None = None
         """The thing that the best waiting request lacked in the last step; None: none waits that could run."""
         self._recorder: Recorder | None = None
@@ -287,7 +289,13 @@ class Scheduler:
     def _advance_prompt(self, request: Request, budget: StepBudget, output: SchedulerOutput) -> None:
         """Compute some of a running request's prompt."""
         start, count = request.num_computed_tokens, self._chunk(request, budget)
-        budget.take(start, self._advance(request, request.remaining_tokens, count, output))
+        count = self._advance(request, request.remaining_tokens, count, output)
+        self._note_again(request, start, count)
+        budget.take(start, count)
+
+    def _note_again(self, request: Request, start: int, count: int) -> None:
+        """Count those of these tokens that were computed before."""
+        self.recomputed_tokens += max(0, min(start + count, request.queue.reached) - start)
 
     def _chunk(self, request: Request, budget: StepBudget) -> int:
         """Returns how much of a prompt the step computes: whole spans; one that does not fit is first in the next."""
@@ -402,6 +410,7 @@ class Scheduler:
             request.drafts.read_tokens = start
             count = self._chunk(request, budget)
             self._take(request, count, int(count == remaining), output)
+            self._note_again(request, start, count)
             budget.take(start, count)
         if not self.waiting.has_ready:
             return None
@@ -526,6 +535,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, loss: Loss = "preempted") -> None:
         """Let a running request wait."""
+        request.queue.reached = max(request.queue.reached, request.num_computed_tokens)
         self.remove(request)
         if self._recorder is not None:
             self._recorder.preempted(request, loss)

@@ -198,6 +198,7 @@ COUNTED = {
     "encoded_images": ("images_encoded", "Images that the encoder computed."),
     "image_rows_hit": ("image_rows_hit", "Rows of images that requests needed and that were there."),
     "prefill_tokens": ("prefill_tokens", "Tokens computed in runs of more than one."),
+    "recomputed_tokens": ("recomputed_tokens", "Tokens computed again, after preemptions or by another engine."),
 }
 """Counters by the fields of `EngineStatistics` that they follow: name and help."""
 

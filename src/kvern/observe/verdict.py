@@ -70,6 +70,13 @@ SAYS = {
     "idle": ("there are no requests", "there is room for more"),
 }
 """Evidence and action of each cause."""
+AGAIN = 0.1
+"""The share of tokens that were computed before from which on the verdict on `products` says so."""
+SAYS_AGAIN = (
+    "{again:.0%} of them computed before",
+    "more --kv-cache-tokens or --gpu-memory-share, or --kv-tier host:SIZE, spare what is computed again",
+)
+"""Its evidence in addition, and its action instead."""
 
 
 class Verdict(NamedTuple):
@@ -100,11 +107,15 @@ def judge(earlier: EngineStatistics, later: EngineStatistics, present: str | Non
     evidence, action = SAYS[cause]
     steps = later.steps - earlier.steps
     tokens = later.computed_tokens - earlier.computed_tokens
+    again = (later.recomputed_tokens - earlier.recomputed_tokens) / max(tokens, 1)
+    if cause == "products" and again >= AGAIN:
+        evidence, action = f"{evidence}, {SAYS_AGAIN[0]}", SAYS_AGAIN[1]
     said = evidence.format(
         speed=_speed(cause, earlier, later),
         requests=(later.scheduled - earlier.scheduled) / max(steps, 1),
         tokens=tokens / max(steps, 1),
         prompts=(later.prefill_tokens - earlier.prefill_tokens) / max(tokens, 1),
+        again=again,
         steps=steps / whole,
         usage=later.kv_cache_usage,
         waiting=later.waiting,

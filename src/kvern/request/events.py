@@ -81,6 +81,8 @@ class EngineSeconds(msgspec.Struct, array_like=True, gc=False):
     """The operations per second of a card."""
     step_time_ratio: float = 0.0
     """The time of steps relative to what is usual for such steps; 0: that is not known."""
+    recomputed_tokens: int = 0
+    """Tokens that were computed before: of requests that lost their rows, or that another engine had."""
 
 
 class CacheSize(EngineSeconds, array_like=True, gc=False):

@@ -72,6 +72,7 @@ class QueueProgress:
 
     `arrival` is the queue's sequence number, -1 before. `waiting_since` and `running_since` are steps; `arrived_at` and
     `begun_at` (its first step) are seconds of the monotonic clock. `aged`: it has waited so long that it goes first.
+    `reached`: so many of its tokens were computed before it lost its row, or by an engine that had it before.
     """
 
     arrival: int = -1
@@ -81,6 +82,7 @@ class QueueProgress:
     preemptions: int = 0
     arrived_at: float = 0.0
     begun_at: float = 0.0
+    reached: int = 0
 
     @property
     def seconds(self) -> float:
@@ -455,5 +457,6 @@ def _continued(spec: RequestSpec, progress: Progress) -> Request:
     """Returns a sample or search that an earlier engine has started."""
     request = Request(spec, progress.index)
     request.token_ids += progress.generated
+    request.queue.reached = len(request.token_ids) - 1 if progress.generated else 0
     request.answer.reported_prompt_logprobs = progress.reported_prompt_logprobs
     return request
