@@ -18,6 +18,8 @@ pytestmark = [
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 REPLAYS = 50
+MOST_OF_AN_EVENT = 0.006
+"""Milliseconds: 0.003 to 0.004 on an H200."""
 SLEEP = 60_000_000
 """Cycles for which the device waits: longer than the launches of all replays take."""
 
@@ -27,11 +29,15 @@ SLEEP = 60_000_000
 )
 def test_answers_are_the_same_and_all_parts_are_there(options: dict[str, Any]) -> None:
     questions = held_out()[:64]
-    first = SamplingParams(temperature=0, max_tokens=1)
-    calls = [(1, PARAMS), (64, PARAMS), (64, PARAMS), *[(1, first)] * 3]  # one of three steps in a row is measured
+    prompts = [[20 + number, *range(30, 70)] for number in range(12)]  # of one size, so that one graph reads them
 
-    def answers(llm: LLM) -> list[list[list[int]]]:
-        return [token_ids(llm.chat(questions[:count], params)) for count, params in calls]
+    def answers(llm: LLM) -> list[Any]:
+        found = [token_ids(llm.chat(questions[:count], PARAMS)) for count in (1, 64, 64)]
+        for prompt in prompts:
+            found.append(token_ids(llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))))
+            while runner_of(llm).idle():  # second captures
+                pass
+        return found
 
     expected = answers(LLM(device="cuda", **options))
     llm = LLM(device="cuda", **options, trace_layers=3)
@@ -49,7 +55,7 @@ def milliseconds(replay: Any) -> float:
     """The time of one replay on the device, of several that wait there until all are launched."""
     begun, ended = new_event(external=False), new_event(external=False)
     replay()
-    torch.cuda._sleep(SLEEP)
+    torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
     begun.record()
     for _ in range(REPLAYS):
         replay()
@@ -58,6 +64,7 @@ def milliseconds(replay: Any) -> float:
     return float(begun.elapsed_time(ended)) / REPLAYS
 
 
+@pytest.mark.alone
 def test_parts_add_up_to_the_step_and_the_memory_is_that_of_two_graphs() -> None:
     llm = LLM(device="cuda", **HALVES, trace_layers=3)
     llm.chat(held_out()[:64], PARAMS)
@@ -66,10 +73,10 @@ def test_parts_add_up_to_the_step_and_the_memory_is_that_of_two_graphs() -> None
     for (graphs, shape), timed in clock._timed.items():
         plain, with_events = (milliseconds(graph.replay) for graph in (graphs.captured[shape], timed.graph))
         within = 1000 * sum(timed.marks.seconds().values())
-        print(shape, plain, with_events, within)
         # Between two replays the device waits for some microseconds.
         assert 0.9 * with_events < within < 1.02 * with_events, (shape, within, with_events)
-        assert plain <= with_events * 1.02 and with_events < 1.25 * plain, (shape, plain, with_events)
+        events = len(timed.marks._events)
+        assert 0.98 * plain <= with_events <= plain + MOST_OF_AN_EVENT * events, (shape, plain, with_events)
     runner, (place, *_) = runner_of(llm), [*clock._timed]
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()

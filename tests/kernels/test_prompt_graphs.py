@@ -45,9 +45,11 @@ LAYERS = {"qwen3_5": NETS | {"num_hidden_layers": 2}}
     ],
     ids=["greedy", "options", "logprobs", "latents", "delta nets", "Mamba-2", "convolutions"],
 )
+@pytest.mark.parametrize("shared_tokens", [256, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_replayed_step_is_the_eager_one(
     family: str,
     params: dict[str, Any],
+    shared_tokens: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     on_device: Callable[..., LLM],
@@ -58,6 +60,7 @@ def test_a_replayed_step_is_the_eager_one(
     expected = token_ids(on_device(tmp_path, **options).generate(PROMPTS, sampling))
     monkeypatch.setattr(kvern.runner.prompt_graphs, "DECODES", (4,))
     monkeypatch.setattr(kvern.runner.prompt_graphs, "TOKENS", (24,))
+    monkeypatch.setattr(kvern.runner.prompt_graphs, "SHARED_TOKENS", shared_tokens)
     llm = on_device(tmp_path, **options)
     runner = runner_of(llm)
     assert isinstance(runner, DeviceRunner)

@@ -49,8 +49,13 @@ TOKENS = (64, 128, 256, 384, 512)
 """The sizes in tokens of prompts: a step with more takes a GPU longer than its launches take a host."""
 RUNS = 8
 """The most prompts of one step."""
+SHARED_TOKENS = 256
+"""The most tokens of prompts of a graph in which thread blocks share the keys of a run: few tokens are few tiles, and
+after a cached prefix they see many keys."""
+SHARED_PAIRS = 256 * 32768
+"""The most pairs of a token and a key for which these are as fast as the kernels that the host chooses."""
 MOST_KEYS = 8192
-"""A run with more keys, if all layers attend, is left to kernels that the host chooses for it."""
+"""A run with more keys, if all layers attend and keys are not shared, is left to kernels that the host chooses."""
 
 
 class PromptShape(NamedTuple):
@@ -129,6 +134,9 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         }
         self._most_keys = most_keys(spec)
         self._tile = sizes.pop() if len(sizes) == 1 else 0
+        shared = model.attention.tile_sizes
+        is_plain = all(attention.value_dim is None for attention in spec.attentions)
+        self._shared_tile = next(iter(shared)) if len(shared) == 1 and self._tile and is_plain else 0
         self._longest = model.rows.tokens.shape[1] - 1
         scratch = model.rows.scratch
         shapes = prompt_shapes(scratch, most, self._longest) if samples else reading_shapes(most, self._longest)
@@ -157,9 +165,22 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         size = StepSize(len(scheduled) - len(runs), max(tokens, 1))
         if len(runs) > RUNS or not size.fits_into(StepSize(DECODES[-1], TOKENS[-1])):
             return None
-        if any(item.sampled > 1 or item.start + item.count > self._most_keys for item in runs):
+        if any(item.sampled > 1 for item in runs) or self._most_keys_of(runs) > self._reach(size.prompts):
             return None
         return size
+
+    @staticmethod
+    def _most_keys_of(runs: Sequence[ScheduledTokens]) -> int:
+        """The most keys that one of these runs sees."""
+        return max((item.start + item.count for item in runs), default=0)
+
+    def _shares(self, tokens: int) -> bool:
+        """True if thread blocks share the keys of runs in a graph for so many tokens of prompts."""
+        return self._shared_tile > 0 and tokens <= SHARED_TOKENS
+
+    def _reach(self, tokens: int) -> int:
+        """The most keys of a run in a graph for so many tokens of prompts."""
+        return max(self._most_keys, SHARED_PAIRS // tokens if self._shares(tokens) else 0)
 
     def run(self, step: PlannedStep, captured: Mapping[PromptShape, PromptGraph]) -> StepOutputs | None:
         size = step.size
@@ -168,11 +189,17 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         embeds = step.embeddings is not None
         if step.embeddings is not None and step.embeddings.positions is not None:
             return None
-        fitting = [shape for shape in captured if shape.embeds == embeds and size.fits_into(StepSize(*shape[:2]))]
+        decodes = self._decodes(step.scheduled)
+        keys = self._most_keys_of(step.scheduled[decodes:])
+        fitting = [
+            shape
+            for shape in captured
+            if shape.embeds == embeds and size.fits_into(StepSize(*shape[:2])) and keys <= self._reach(shape.prompts)
+        ]
         if not fitting:
             return None
         graph = captured[min(fitting, key=lambda shape: shape.tokens)]
-        decodes, inputs = self._decodes(step.scheduled), graph.inputs
+        inputs = graph.inputs
         packed, count = self._packed(graph.shape, step.scheduled, decodes)
         source, rows = ((), None) if step.embeddings is None else step.embeddings[:2]
         if rows is not None and inputs.rows is not None:
@@ -209,7 +236,7 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
         run_counts = [item.count for item in runs] + [padding] + [0] * empty
         counts = [1] * shape.decodes + run_counts
         firsts = list(accumulate(counts[:-1], initial=0))
-        size = self._tile
+        size = self._tile_of(shape)
         tiles = [
             (start + first, run, first)
             for run, (start, count) in enumerate(zip(starts[shape.decodes :], run_counts, strict=True))
@@ -235,7 +262,11 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
 
     def _tiles(self, shape: PromptShape) -> int:
         """The most tiles that the runs of a step are cut into."""
-        return -(-shape.prompts // self._tile) + RUNS + 1
+        return -(-shape.prompts // self._tile_of(shape)) + RUNS + 1
+
+    def _tile_of(self, shape: PromptShape) -> int:
+        """The most queries of a tile."""
+        return self._shared_tile if self._shares(shape.prompts) else self._tile
 
     @staticmethod
     def _chunks(shape: PromptShape) -> int:
@@ -274,6 +305,7 @@ class PromptKind(StepKind[PromptShape, PromptInputs]):
             windows=rows.windows(runs, total, prompts, size),
         )
         batch.sample_slots, batch.uncertain = [rows.scratch] * samples, True
+        batch.few = self._shares(prompts)
         states = None
         if model.states is not None:
             of_tokens, chunks, *others = others

@@ -71,7 +71,7 @@ RUNS: Sequence[Sequence[tuple[int, int, int]]] = (
     ((2000, 500, 1), (2000, 500, 1)),
     ((3000, 1, 1), (3000, 300, 1), (3000, 300, 1)),
     ((2000, 40, 1),) * ROWS,
-    *(((3000, count, 1),) for count in (2, 4, 19)),
+    *(((3000, count, 1),) for count in (2, 4, 8, 19)),
     *((*before, *((3000, 4, 4),) * requests) for before in ((), ((3000, 1, 1),)) for requests in (1, 8, 64)),
 )
 """First positions, numbers of tokens and of sampled tokens of the requests of steps with runs, and with drafts."""
