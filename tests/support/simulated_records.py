@@ -59,7 +59,8 @@ class RecordChecks:
             assert 0 <= wait.began < wait.ended <= record.ended
             own[wait.cause] += wait.ended - wait.began
         assert own == pytest.approx({cause: record.waits[cause] for cause in own})
-        assert len(record.own_waits) == MOST_CHUNKS or own.keys() == {"load", "turn", "trial"} & record.waits.keys()
+        told = {"load", "images", "turn", "trial"} & record.waits.keys()
+        assert len(record.own_waits) == MOST_CHUNKS or own.keys() == told
         assert sum(record.cached.values()) == request.answer.cached_tokens
         assert record.prompt_tokens == request.prompt_length
         assert record.drafts.accepted <= record.drafts.verified

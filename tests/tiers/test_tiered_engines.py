@@ -1,15 +1,20 @@
 """Pages that left the cache and come back: the bits that the prefix tree gives, and less to compute."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvern import LLM, SamplingParams
-from kvern.cache.messages import Part
+from kvern.cache.messages import PageSave, Part, TierMessage
 from kvern.errors import ConfigError
+from kvern.ranks.ranks import ALONE
 from kvern.request.request import RequestOptions, State
+from kvern.request.step import SchedulerOutput
+from kvern.runner.tiered import TieredSteps
 from kvern.tiers.host import HostStore
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.store import STORES
@@ -52,6 +57,34 @@ def tokens(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 def test_a_hit_gives_the_bits_of_the_prefix_tree(tiny_model: Path) -> None:
     with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
         assert check_hits(llm, PROMPT) == 40
+
+
+class Calls(list[str]):
+    """A tier that notes what it is asked for."""
+
+    def save(self, saves: object) -> None:
+        self.append("packed")
+
+    def put(self) -> None:
+        self.append("put")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_is_started_before_the_host_copies_what_was_packed(fails: bool) -> None:
+    """Also if it fails: what was packed was written by the steps before."""
+    calls: Any = Calls()
+
+    def execute(output: SchedulerOutput) -> Any:
+        calls.append("started")
+        if fails:
+            raise RuntimeError("as planned")
+
+    steps = TieredSteps(execute, calls, torch.device("cpu"), ALONE)
+    output = SchedulerOutput(1)
+    output.extensions[TierMessage.extension] = TierMessage([PageSave(b"key", [[0]])], [], [])
+    with pytest.raises(RuntimeError, match="as planned") if fails else nullcontext():
+        steps.execute(output)
+    assert calls == ["packed", "started", "put"]
 
 
 def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:

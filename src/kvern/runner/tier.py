@@ -70,6 +70,7 @@ class Tier:
             self._bytes[group.part] += len(group.kinds) * (HEADER_BYTES + payload)
         self.keeps_drafts = Part.DRAFT in self._first
         self._loads: dict[int, list[list[Piece]]] = {}
+        self._packed: list[Piece] = []
 
     def _names(self, key: bytes, part: Part) -> list[PageName]:
         """The pieces that stand for all of a part; none: other ranks have it."""
@@ -123,7 +124,10 @@ class Tier:
         return self.shelf.answered(question)
 
     def save(self, saves: Sequence[PageSave]) -> None:
-        """Packs pages, before the next step may change their blocks, and has the shelf put them into the stores."""
+        """Packs pages, before the next step may change their blocks; `put` has the shelf put them into the stores.
+
+        A GPU has the step to compute by then, beside which the host makes these copies.
+        """
         sizes = accumulate(sum(self._bytes[part] for part in parts_of(save)) for save in saves)
         room = self._mover.room
         kept = saves[: sum(1 for _ in takewhile(lambda size: self.shelf.has_room(size, room), sizes))]
@@ -139,8 +143,15 @@ class Tier:
                 counted.add(at)
             for at in wanted[len(pages) :]:
                 self._skip(kept[at])
-        if pieces:
-            self.shelf.save(pieces)
+        self._packed += pieces
+        if not self._mover.is_prompt:
+            self.put()
+
+    def put(self) -> None:
+        """Has the shelf put what was packed into the stores."""
+        packed, self._packed = self._packed, []
+        if packed:
+            self.shelf.save(packed)
 
     def _skip(self, save: PageSave) -> None:
         self.shelf.skipped(self._page_tokens if self._counted in parts_of(save) else 0)

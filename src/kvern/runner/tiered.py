@@ -39,7 +39,10 @@ class TieredSteps:
             self._counts.pop(number, None)
         if message is not None and message.saves:
             self._tier.save(message.saves)
-        step = self._execute(output)
+        try:
+            step = self._execute(output)
+        finally:
+            self._tier.put()
         if message is not None and message.loads:
             self._counts |= {load.load: NOT_ENDED for load in message.loads}
             self._tier.load(message.loads)
