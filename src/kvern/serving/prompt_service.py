@@ -37,80 +37,125 @@ BEAT_SECONDS = 1.0
 class PromptService:
     """Listens behind `config.kv_tier_listen` if the server's role is prefill.
 
-    `compute` prepares a prompt and waits until engines have computed it.
+    `trouble` says why no engine takes prompts, if so. `compute` prepares a prompt and waits until engines have
+    computed it.
     """
 
     def __init__(
-        self, config: EngineConfig, ready: Callable[[], Ready], compute: Callable[[RequestSpec], Awaitable[None]]
+        self,
+        config: EngineConfig,
+        ready: Callable[[], Ready],
+        trouble: Callable[[], str | None],
+        compute: Callable[[RequestSpec], Awaitable[None]],
     ) -> None:
         self._config = config
         self._ready = ready
+        self._trouble = trouble
         self._compute = compute
         self._socket: zmq.asyncio.Socket | None = None
         self._peers: set[bytes] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
         self._prompts: dict[tuple[bytes, str], asyncio.Task[None]] = {}
 
     def start(self) -> None:
         """Listens, if it is to. Raises ConfigError."""
         if self._config.role != "prefill" or self._socket is not None:
             return
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        socket.set(zmq.ROUTER_MANDATORY, 1)
         try:
-            listen(self._socket, prompts_address(self._config.kv_tier_listen or ""), peer_secret())
+            listen(socket, prompts_address(self._config.kv_tier_listen or ""), peer_secret())
         except (ValueError, zmq.ZMQError) as error:
+            socket.close()
             raise ConfigError(f"kv_tier_listen is {self._config.kv_tier_listen}, and prompts: {error}") from error
-        self._tasks = {asyncio.create_task(self._hear()), asyncio.create_task(self._beat())}
+        self._socket = socket
+        self._task = asyncio.create_task(self._serve(socket))
 
     async def stop(self) -> None:
         """Ends what is computed for others."""
-        for task in (*self._tasks, *self._prompts.values()):
+        tasks = [*self._prompts.values()] if self._task is None else [self._task, *self._prompts.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._prompts.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
+    async def _serve(self, socket: zmq.asyncio.Socket) -> None:
+        """Hears the others, and is silent when it does not."""
+        beat = asyncio.create_task(self._beat())
+        try:
+            while True:
+                peer, *frames = await socket.recv_multipart()
+                try:
+                    await self._hear(peer, frames)
+                except Exception:
+                    logger.exception("a message of another server about prompts is left out")
+        except zmq.ZMQError as error:
+            logger.error("prompts of other servers are heard no longer: %s", error)
+        finally:
+            beat.cancel()
+
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
+            trouble = self._trouble()
             for peer in [*self._peers]:
-                await self._send(peer, Busy())
+                if trouble is None:
+                    await self._send(peer, Busy())
+                else:
+                    await self._refuse(peer, trouble)
 
     async def _send(self, peer: bytes, message: WireMessage) -> None:
         """Sends a message; a peer that is gone, or takes nothing, is forgotten with its prompts."""
-        assert self._socket is not None
+        if self._socket is None:
+            return
         try:
             await self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
-            self._peers.discard(peer)
-            for (of, _), task in self._prompts.items():
-                if of == peer:
-                    task.cancel()
+            self._forget(peer)
 
-    async def _hear(self) -> None:
-        assert self._socket is not None
-        while True:
-            peer, content = await self._socket.recv_multipart()
-            try:
-                message = decode_for_engine(content)
-            except msgspec.DecodeError as error:
-                await self._send(peer, Failed(f"it does not understand a message: {error}"))
-                continue
-            if isinstance(message, Start):
-                await self._greet(peer, message)
-            elif isinstance(message, AddRequest) and peer in self._peers:
-                place = peer, message.spec.request_id
-                self._prompts[place] = asyncio.create_task(self._answer(*place, message.spec))
-            elif isinstance(message, FinishRequests):
-                for name in message.request_ids:
-                    if (task := self._prompts.get((peer, generation_id(name)))) is not None:
-                        task.cancel()
+    async def _refuse(self, peer: bytes, reason: str) -> None:
+        """Has a peer compute its prompts itself, and ask again later."""
+        await self._send(peer, Failed(reason))
+        self._forget(peer)
+
+    def _forget(self, peer: bytes) -> None:
+        self._peers.discard(peer)
+        for (of, _), task in self._prompts.items():
+            if of == peer:
+                task.cancel()
+
+    async def _hear(self, peer: bytes, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            logger.warning(
+                "a message at the port for prompts has %d parts, not 1, and is left out: prefill_server, and no "
+                "kv_tier, leads there, with the port of kv_tier_listen, which is one less",
+                len(frames),
+            )
+            return
+        try:
+            message = decode_for_engine(frames[0])
+        except msgspec.DecodeError as error:
+            await self._send(peer, Failed(f"it does not understand a message: {error}"))
+            return
+        if isinstance(message, Start):
+            await self._greet(peer, message)
+        elif isinstance(message, AddRequest) and peer in self._peers:
+            place = peer, message.spec.request_id
+            task = self._prompts[place] = asyncio.create_task(self._answer(*place, message.spec))
+            task.add_done_callback(lambda _: self._prompts.pop(place, None))
+        elif isinstance(message, FinishRequests):
+            for name in message.request_ids:
+                if (asked := self._prompts.get((peer, generation_id(name)))) is not None:
+                    asked.cancel()
 
     async def _greet(self, peer: bytes, start: Start) -> None:
         if (version := start.config.get("version")) != __version__:
             await self._send(peer, Failed(f"it is kvern {__version__}, and this one {version}: they must be equal"))
+            return
+        if (trouble := self._trouble()) is not None:
+            await self._send(peer, Failed(trouble))
             return
         self._peers.add(peer)
         await self._send(peer, self._ready())
@@ -124,7 +169,5 @@ class PromptService:
                 await self._compute(msgspec.structs.replace(spec.prompt_alone(), request_id=f"{peer.hex()}-{name}"))
         except KvernError as error:
             logger.warning("a prompt of another server is not computed: %s", error)
-        finally:
-            self._prompts.pop((peer, name), None)
         ended = TokenEvent(f"{name}#0", finish_reason="length")
         await self._send(peer, Events([ended], EngineStatistics(), 0.0))

@@ -91,7 +91,7 @@ class Replicas:
         self._numbered = {replica.number: replica for replica in self}
         self._changing = asyncio.Lock()
         self._sharing = PageSharing(config)
-        self._prompts = PromptService(config, lambda: self.ready, self._compute)
+        self._prompts = PromptService(config, lambda: self.ready, lambda: self.trouble, self._compute)
         metrics = self._replicas[0].metrics
         try:
             self._servers = [

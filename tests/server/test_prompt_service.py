@@ -1,0 +1,162 @@
+"""What a prefill server says to other servers: prompts that end, reasons to refuse, and no word when it hears none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from kvern import EngineConfig
+from kvern.errors import ConfigError
+from kvern.request.request import PromptInput, RequestSpec
+from kvern.request.sampling_params import ResolvedParams
+from kvern.serving import prompt_service
+from kvern.serving.prefill_servers import prompts_address
+from kvern.serving.prompt_service import PromptService
+from kvern.serving.wire import AddRequest, Busy, Events, Failed, Ready, Start, WireMessage, decode_for_server, encode
+from kvern.spec.facts import ModelFacts
+from kvern.tiers.remote_pages import PEER_KEY, Hello, connect, peer_secret
+from kvern.tiers.remote_pages import encode as encode_question
+from kvern.version import __version__
+from tests.support.ray_cluster import free_port
+
+READY = Ready(100, 4, "", model=ModelFacts(vocab_size=100))
+WORD_SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PEER_KEY, "a secret of all servers")
+    monkeypatch.setattr(prompt_service, "BEAT_SECONDS", 0.01)
+
+
+def prefilling(address: str) -> EngineConfig:
+    return EngineConfig(model="kvern-1m", role="prefill", kv_tier_listen=address)
+
+
+class Engines:
+    """Engines that compute a prompt when they are told to."""
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+        self.may_end = asyncio.Event()
+        self.computing = asyncio.Event()
+        self.ended: list[str] = []
+
+    async def compute(self, spec: RequestSpec) -> None:
+        self.computing.set()
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            self.ended.append("cancelled")
+            raise
+        self.ended.append("computed")
+
+
+class Peer:
+    """Another server."""
+
+    def __init__(self, kind: int, address: tuple[str, int]) -> None:
+        self.socket = zmq.asyncio.Context.instance().socket(kind)
+        connect(self.socket, address, peer_secret())
+
+    async def say(self, message: WireMessage) -> None:
+        await self.socket.send(encode(message))
+
+    async def hears(self) -> WireMessage:
+        """The next message that is no sign of life."""
+        async with asyncio.timeout(WORD_SECONDS):
+            message: WireMessage = Busy()
+            while isinstance(message, Busy):
+                message = decode_for_server(await self.socket.recv())
+            return message
+
+
+@asynccontextmanager
+async def listening(engines: Engines) -> AsyncIterator[tuple[PromptService, Peer, tuple[str, int]]]:
+    address = f"127.0.0.1:{free_port()}"
+    service = PromptService(prefilling(address), lambda: READY, lambda: engines.trouble, engines.compute)
+    service.start()
+    peer = Peer(zmq.DEALER, prompts_address(address))
+    try:
+        yield service, peer, prompts_address(address)
+    finally:
+        peer.socket.close()
+        await service.stop()
+
+
+def prompt(name: str) -> AddRequest:
+    return AddRequest(RequestSpec(name, PromptInput([1, 2, 3]), ResolvedParams(), 1))
+
+
+def test_messages_of_others_do_not_end_the_hearing(caplog: pytest.LogCaptureFixture) -> None:
+    """A reader of pages that was given the port for prompts sends three parts."""
+
+    async def run() -> None:
+        engines = Engines()
+        async with listening(engines) as (_, peer, address):
+            stray = Peer(zmq.REQ, address)
+            await stray.socket.send(encode_question(Hello()))
+            await peer.say(Start({"version": __version__}))
+            assert isinstance(await peer.hears(), Ready)
+            async with asyncio.timeout(WORD_SECONDS):
+                while "has 2 parts" not in caplog.text:
+                    await asyncio.sleep(0)
+            engines.may_end.set()
+            await peer.say(prompt("p"))
+            ended = await peer.hears()
+            assert isinstance(ended, Events) and ended.events[0].request_id == "p#0"
+            stray.socket.close()
+
+    asyncio.run(run())
+
+
+def test_trouble_is_told_and_ends_prompts() -> None:
+    async def run() -> None:
+        engines = Engines()
+        async with listening(engines) as (_, peer, _):
+            await peer.say(Start({"version": __version__}))
+            assert isinstance(await peer.hears(), Ready)
+            await peer.say(prompt("p"))
+            await engines.computing.wait()
+            engines.trouble = "the engine is being replaced"
+            assert await peer.hears() == Failed("the engine is being replaced")
+            await peer.say(Start({"version": __version__}))
+            assert await peer.hears() == Failed("the engine is being replaced")
+            assert engines.ended == ["cancelled"]
+            engines.trouble = None
+            await peer.say(Start({"version": __version__}))
+            assert isinstance(await peer.hears(), Ready)
+
+    asyncio.run(run())
+
+
+def test_a_start_that_failed_fails_again_and_then_listens() -> None:
+    async def run() -> None:
+        address = f"127.0.0.1:{free_port()}"
+        service = PromptService(prefilling(address), lambda: READY, lambda: None, Engines().compute)
+        taken = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        host, port = prompts_address(address)
+        taken.bind(f"tcp://{host}:{port}")
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="and prompts: Address already in use"):
+                service.start()
+        endpoint = taken.getsockopt_string(zmq.LAST_ENDPOINT)
+        taken.unbind(endpoint)
+        taken.close()
+        async with asyncio.timeout(WORD_SECONDS):
+            while True:
+                try:
+                    service.start()
+                    break
+                except ConfigError:  # the port is free shortly after the socket was closed
+                    await asyncio.sleep(0.01)
+        peer = Peer(zmq.DEALER, prompts_address(address))
+        await peer.say(Start({"version": __version__}))
+        assert isinstance(await peer.hears(), Ready)
+        peer.socket.close()
+        await service.stop()
+
+    asyncio.run(run())
