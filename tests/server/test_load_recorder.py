@@ -4,7 +4,10 @@ import asyncio
 import json
 import math
 import os
+import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from kvern.request.sampling_params import ResolvedParams
 from kvern.server import load_recorder
 from kvern.server.load_recorder import LoadRecorder, start
 from kvern.serving.workload import Generation
-from tests.support.served import KEY, Served, serving
+from tests.support.served import KEY, PATIENCE, Served, serving
 
 
 def ended(tokens: list[int], *answers: int, namespace: bytes = b"", image: bytes = b"") -> list[Generation]:
@@ -177,6 +180,8 @@ def test_the_file_is_for_its_owner_and_an_earlier_one_is_kept(tmp_path: Path) ->
         ("no/load", "cannot be written: No such file"),
         ("load:much", "it must be FILE or FILE:SIZE, and the size 'much' must be a number of bytes"),
         ("load:0", "it must be FILE or FILE:SIZE"),
+        ("load:" + "9" * 400, "it must be FILE or FILE:SIZE, and the size '999"),
+        ("file/load", "cannot be written: .*/file is no folder in which this user may make files"),
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, said: str) -> None:
@@ -184,6 +189,34 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, sa
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with pytest.raises(ConfigError, match=said):
         start(str(tmp_path / name), print)
+
+
+def test_a_size_without_a_file_is_refused() -> None:
+    with pytest.raises(ConfigError, match="record is ':1GB': it must be FILE or FILE:SIZE, and has no FILE"):
+        start(":1GB", print)
+
+
+def test_an_empty_file_replaces_no_earlier_record(tmp_path: Path) -> None:
+    recorded(tmp_path, ("a", ended([1], 1)))
+    for _ in range(3):
+        start(str(tmp_path / "load.jsonl"), lambda _: None).close()
+    assert [one.output_tokens for one in read_file(tmp_path / "load.jsonl.1")] == [1]
+
+
+@pytest.mark.parametrize("wrong", ["port", "model"])
+def test_a_server_that_does_not_start_leaves_an_earlier_record_alone(tmp_path: Path, wrong: str) -> None:
+    recorded(tmp_path, ("a", ended([1], 1)))
+    file = tmp_path / "load.jsonl"
+    before = file.read_bytes()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = {
+            "port": ("kvern-1m", "--port", str(taken.getsockname()[1])),
+            "model": ("kvern-1m", "--max-model-len", "100000000", "--port", "0"),
+        }[wrong]
+        command = [sys.executable, "-m", "kvern", "serve", *options, "--record", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    assert done.returncode == 2, done.stderr
+    assert file.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == ["load.jsonl"]
 
 
 def post(served: Served, path: str, key: str, **body: object) -> dict[str, int]:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -63,26 +62,47 @@ class _Ended(msgspec.Struct, frozen=True, gc=False):
 Ended = Callable[[Sequence[Generation]], None]
 
 
-def start(text: str, say: Callable[[str], None]) -> "LoadRecorder":
-    """Starts to record into FILE or FILE:SIZE. A file that is there becomes FILE.1. Raises ConfigError."""
-    name, _, size = text.rpartition(":")
+def read_target(text: str) -> tuple[Path, int]:
+    """Reads FILE or FILE:SIZE as a path that may be written, and its most bytes. Raises ConfigError."""
+    name, colon, size = text.rpartition(":")
     most = USUAL_BYTES
-    if name:
+    if colon:
         try:
             most = read_bytes(size)
         except ValueError as error:
             raise ConfigError(f"record is {text!r}: it must be FILE or FILE:SIZE, and {error}") from None
+        if not name:
+            raise ConfigError(f"record is {text!r}: it must be FILE or FILE:SIZE, and has no FILE")
     path = Path(name or text)
     try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise ConfigError(f"record is {path}: it is no regular file; name another")
+        path.parent.stat()
+    except OSError as error:
+        raise _unwritable(path, reason(error)) from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _unwritable(path, f"{path.parent} is no folder in which this user may make files")
+    return path, most
+
+
+def start(text: str, say: Callable[[str], None]) -> "LoadRecorder":
+    """Starts to record into FILE or FILE:SIZE. A file with a load becomes FILE.1. Raises ConfigError."""
+    path, most = read_target(text)
+    try:
         if path.exists():
-            if not stat.S_ISREG(path.lstat().st_mode):
-                raise ConfigError(f"record is {path}: it is no regular file; name another")
-            path.replace(f"{path}.1")
+            if path.stat().st_size:
+                path.replace(f"{path}.1")
+            else:
+                path.unlink()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"record {path} cannot be written: {reason(error)}") from None
+        raise _unwritable(path, reason(error)) from None
     say(f"the load is recorded in {path}, {as_size(most)} at most: times, lengths and hashes, no texts")
     return LoadRecorder(path, descriptor, most)
+
+
+def _unwritable(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"record {path} cannot be written: {why}")
 
 
 class LoadRecorder:

@@ -245,7 +245,8 @@ async def serve(
     check_tls(server)
     check_data_folder(server, say)
     tracing = imported("kvern.server.tracing:start")(server, say) if server.may_trace else None
-    recorder = None if server.record is None else imported("kvern.server.load_recorder:start")(server.record, say)
+    if server.record is not None:
+        imported("kvern.server.load_recorder:read_target")(server.record)
     listener = listen_unix(server.uds) if server.uds is not None else listen(server.host, server.port)
     reread = asyncio.Event()
     ends = Signals(server.grace_seconds, say, reread)
@@ -253,17 +254,18 @@ async def serve(
     with contextlib.suppress(asyncio.CancelledError), _removed(server.uds), contextlib.ExitStack() as ending:
         if tracing is not None:
             ending.callback(tracing.traces.close)
-        if recorder is not None:
-            ending.callback(recorder.close)
         async with _loaded(config, models, server, process) as (clients, keeper):
             application = Server(clients, server, keys, keeper=keeper)
             application.service.tracing = tracing
-            application.service.recorder = recorder
             await application.apis.resume()
             http = HttpServer(http_config(application.app(), server, OpenFiles(say)))
             http.config.load()
             application.apis.tasks = http.server_state.tasks  # the shutdown waits for these
             ends.begin(http, application)
+            if server.record is not None:  # not before: a start that fails leaves an earlier record alone
+                recorder = imported("kvern.server.load_recorder:start")(server.record, say)
+                application.service.recorder = recorder
+                ending.callback(recorder.close)
             gc.freeze()  # objects of the start live on: the collector need not visit them
             for client in clients:
                 engines = f"{len(client.replicas)} engines, " if len(client.replicas) > 1 else ""

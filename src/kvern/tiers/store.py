@@ -163,10 +163,10 @@ TIMES = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 def read_bytes(text: str) -> int:
     """Returns a number of bytes such as 500GB, 1.5TB or 64GiB. Raises ValueError."""
     found = re.fullmatch(r"(\d+(?:\.\d*)?) *([A-Za-z]*)", text.strip())
-    count = int(float(found[1]) * SIZES.get(found[2].upper(), 0)) if found else 0
-    if not count:
-        raise ValueError(f"the size {text!r} must be a number of bytes above 0, such as 500GB, 1.5TB or 64GiB")
-    return count
+    count = float(found[1]) * SIZES.get(found[2].upper(), 0) if found else 0
+    if not 1 <= count < 1 << 63:
+        raise ValueError(f"the size {text!r:.60} must be a number of bytes above 0, such as 500GB, 1.5TB or 64GiB")
+    return int(count)
 
 
 def read_age(text: str) -> float:
