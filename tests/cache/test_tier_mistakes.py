@@ -34,6 +34,18 @@ def test_without_a_mistake_nothing_is_noticed(kind: str) -> None:
     assert sum(life.tier.loaded for life in lives if life.tier is not None) > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_that_shrinks_saves_nothing_of_what_it_gave_back(kind: str) -> None:
+    """Pages whose steps have returned are saved by the next step: memory may go before it runs."""
+    setup = Setup(tier_pages=30, chunk=1, spare_blocks=12, slots=4, spare_budget=10, drafts=4, on_device=True)
+    if kind == "states":
+        setup = with_states(setup, 8)
+    elif kind != "blocks":
+        setup = with_window(setup, (3, 1), kind == "windows")
+    lives = [random_life(setup, seed, faults=0) for seed in range(2)]
+    assert sum(life.tier.loaded for life in lives if life.tier is not None) > 0
+
+
 def saved_late(monkeypatch: pytest.MonkeyPatch, is_late: Callable[[PageSave], bool]) -> None:
     plan = TierTraffic.plan
     late: list[PageSave] = []

@@ -1,10 +1,13 @@
 """The rule of hits: where a request continues if a tier has only some parts of its pages."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvern.cache.messages import Part
 from kvern.cache.radix import Node
 from kvern.cache.states import StatePool
+from kvern.cache.tier import TierTraffic
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -130,3 +133,26 @@ def test_a_state_that_is_still_to_be_copied_is_not_loaded_over() -> None:
     assert states.reserve() == kept, "the node used longest ago gives its state"
     states._copies += [(entry.index, entry.index) for entry in states._kept.values()]
     assert not states.has_spare()
+
+
+@pytest.mark.parametrize("all_windowed", [False, True])
+def test_what_waits_to_be_saved_goes_with_memory_that_is_given_back(all_windowed: bool) -> None:
+    found = SimulatedEngine(replace(engine(all_windowed), chunk=2))
+    found.add(PROMPT, 2)
+    traffic = found.cache.extension(TierTraffic)
+    assert traffic is not None and found.tier is not None
+    while not traffic._saves:
+        found.step()
+    waiting = [save.key for save in traffic._saves]
+    [request] = found.requests.values()
+    found.finish(request)
+    found.core.resize_cache(1)
+    found.run()
+    assert found.cache.memory.chunks == 1
+    kept = {key for key, _ in found.tier.pages}
+    assert kept.isdisjoint(waiting[1:]), "the first chunk has two blocks, which is a page"
+    while (memory := found.cache.memory).chunks < memory.most_chunks:
+        found.core.resize_cache(memory.most_chunks)
+    hit(found)
+    found.run()
+    assert kept < {key for key, _ in found.tier.pages} >= {*waiting[-1:]}, "it was computed again"

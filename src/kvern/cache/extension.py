@@ -18,6 +18,7 @@ A cache manager has a list of extensions and calls each of them, in order, at th
              --plan---->  the extension's message to the worker's side, in `SchedulerOutput.extensions`
              --report-->  what the worker's side answered, in `ModelRunnerOutput.reports`
              --completed, undo--> the step has returned, or has failed
+    no step  --resized--> the memory that blocks have has changed
 
 An extension keeps its own data of each request and of each node. It holds no tensor and reads no clock.
 """
@@ -175,6 +176,9 @@ class CacheExtension:
 
     def completed(self, step: int) -> None:
         """All steps up to this one have returned, or were undone."""
+
+    def resized(self, capacity: int) -> None:
+        """Only the first `capacity` blocks have memory from now on; those behind lose what is written to them."""
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """The steps from `step` on have failed. No request runs; those of `waiting` need not wait for a report."""

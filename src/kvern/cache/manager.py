@@ -145,6 +145,8 @@ class KVCacheManager:
             else:
                 self.tree.evict_from(chunks * self._memory.chunk)
         self._memory.resize(max(chunks, self._memory.used_chunks))
+        for extension in self.extensions:
+            extension.resized(self._memory.capacity)
         return self._memory.chunks
 
     @property

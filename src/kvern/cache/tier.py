@@ -505,6 +505,12 @@ class TierTraffic(CacheExtension):
 
         return are_there
 
+    def resized(self, capacity: int) -> None:
+        """Pages with blocks that lose their memory are not saved."""
+        self._saves = [
+            save for save in self._saves if all(block < capacity for block in chain(save.draft, *save.tables))
+        ]
+
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """All loads are given up; the requests do without them, whatever failed."""
         loads = list(self._loading.values())
