@@ -1,5 +1,6 @@
 """Servers that compute prompts for others, as on two machines: tokens of one server, whatever ends on the way."""
 
+import asyncio
 import importlib.util
 import re
 import signal
@@ -11,7 +12,13 @@ from typing import Any
 import pytest
 
 from kvern import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, EngineClosed
+from kvern.request.request import RequestSpec
+from kvern.request.sampling_params import SamplingParams
+from kvern.serving.client import EngineClient
+from kvern.serving.prompt_service import PromptService
+from kvern.serving.wire import Ready
+from kvern.spec.facts import ModelFacts
 from kvern.tiers.remote_pages import PEER_KEY
 from tests.support.peft_adapters import make_adapter
 from tests.support.ray_cluster import free_port
@@ -102,6 +109,42 @@ def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
         before = handed(decode)
         assert ask(decode, 22, temperature=0)
         assert handed(decode) == before + 1
+
+
+def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model: Path, address: str) -> None:
+    async def run() -> None:
+        computing = asyncio.Event()
+
+        async def compute(_: RequestSpec) -> None:
+            computing.set()
+            await asyncio.Event().wait()
+
+        prefill = EngineConfig(model=str(tiny_model), role="prefill", kv_tier_listen=address)
+        ready = Ready(1000, 4, "", model=ModelFacts(vocab_size=1000))
+        service = PromptService(prefill, lambda: ready, lambda: None, compute)
+        service.start()
+        config = EngineConfig(
+            model=str(tiny_model),
+            device="cpu",
+            dtype="float32",
+            threads=1,
+            kv_cache_tokens=4096,
+            role="decode",
+            prefill_server=(address,),
+        )
+        news = asyncio.Event()
+        async with asyncio.timeout(120):
+            async with EngineClient(config) as client:
+                while client.replicas.degraded is not None:
+                    await asyncio.sleep(0.01)
+                generation = await client.replicas.submit(LONG[0], SamplingParams(max_tokens=8), news=news)
+                await computing.wait()
+            with pytest.raises(EngineClosed, match="the engine is closed"):
+                async for _ in client.replicas.follow([generation], news):
+                    pass
+        await service.stop()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,29 @@
-"""What a prefill server says to other servers: prompts that end, reasons to refuse, and no word when it hears none."""
+"""What servers say to each other about prompts: ends, reasons to refuse, and nothing that changes others' answers."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
 
 from kvern import EngineConfig
+from kvern.engine.output import OutputProcessor
 from kvern.errors import ConfigError
+from kvern.observe.metrics import Metrics
+from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.serving import prompt_service
-from kvern.serving.prefill_servers import prompts_address
+from kvern.serving.prefill_servers import PrefillServer, prompts_address
 from kvern.serving.prompt_service import PromptService
 from kvern.serving.wire import AddRequest, Busy, Events, Failed, Ready, Start, WireMessage, decode_for_server, encode
+from kvern.serving.workload import Generation, Turns
 from kvern.spec.facts import ModelFacts
-from kvern.tiers.remote_pages import PEER_KEY, Hello, connect, peer_secret
+from kvern.text.tokenizer import Tokenizer
+from kvern.tiers.remote_pages import PEER_KEY, Hello, connect, listen, peer_secret
 from kvern.tiers.remote_pages import encode as encode_question
 from kvern.version import __version__
 from tests.support.ray_cluster import free_port
@@ -158,5 +164,94 @@ def test_a_start_that_failed_fails_again_and_then_listens() -> None:
         assert isinstance(await peer.hears(), Ready)
         peer.socket.close()
         await service.stop()
+
+    asyncio.run(run())
+
+
+class PrefillingPeer:
+    """A prefill server of which the test says what it says."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        listen(self.socket, prompts_address(address), peer_secret())
+        self.peer = b""
+
+    async def greet(self) -> None:
+        async with asyncio.timeout(WORD_SECONDS):
+            self.peer, _ = await self.socket.recv_multipart()
+        await self.say(READY)
+
+    async def say(self, message: WireMessage) -> None:
+        await self.socket.send_multipart([self.peer, encode(message)])
+
+
+def test_a_prefill_server_changes_no_answers(tiny_model: Path) -> None:
+    """It may end prompts that it was asked for, once each, and nothing else."""
+
+    async def run() -> None:
+        address = f"127.0.0.1:{free_port()}"
+        peer = PrefillingPeer(address)
+        outputs, computed = OutputProcessor(Tokenizer(tiny_model)), asyncio.Queue[Generation]()
+        again: list[Generation] = []
+        server = PrefillServer(address, outputs, Turns(), Metrics("m"), again.append, computed.put_nowait)
+        server.start()
+        await peer.greet()
+        others, asked = (
+            Generation(outputs.add(None, spec), spec, asyncio.Event(), 0.0, False)
+            for spec in (prompt("1-1").spec, prompt("1-2").spec)
+        )
+        async with asyncio.timeout(WORD_SECONDS):
+            while not server.is_ready:
+                await asyncio.sleep(0)
+        asked.hands_over = True
+        server.workload.take(asked)
+        told = [
+            TokenEvent("1-1#0", [5], finish_reason="stop"),
+            TokenEvent("1-1#0", [5], finish_reason="length"),
+            TokenEvent("1-2#0", [5]),
+            TokenEvent("1-2#0", [5], finish_reason="abort"),
+            TokenEvent("1-2#0", [5], finish_reason="length"),
+            TokenEvent("1-2#0", [5], finish_reason="length"),
+        ]
+        await peer.say(Events(told, EngineStatistics(), 0.0))
+        async with asyncio.timeout(WORD_SECONDS):
+            assert await computed.get() is asked
+        for generation in (others, asked):
+            assert [answer.token_ids for answer in generation.output.outputs] == [[]]
+            assert not generation.output.finished and generation.error is None
+        assert not server.workload.running and not again and computed.empty()
+        await server.stop()
+        peer.socket.close()
+
+    asyncio.run(run())
+
+
+def test_a_fault_in_a_connection_leaves_no_prompt_behind(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        address = f"127.0.0.1:{free_port()}"
+        peer = PrefillingPeer(address)
+        outputs, again = OutputProcessor(Tokenizer(tiny_model)), asyncio.Queue[Generation]()
+
+        def computed(_: Generation) -> None:
+            raise RuntimeError("a fault of the test")
+
+        server = PrefillServer(address, outputs, Turns(), Metrics("m"), again.put_nowait, computed)
+        server.start()
+        await peer.greet()
+        async with asyncio.timeout(WORD_SECONDS):
+            while not server.is_ready:
+                await asyncio.sleep(0)
+        generations = []
+        for name in ("1-1", "1-2"):
+            spec = prompt(name).spec
+            generations.append(Generation(outputs.add(None, spec), spec, asyncio.Event(), 0.0, False))
+            generations[-1].hands_over = True
+            server.workload.take(generations[-1])
+        await peer.say(Events([TokenEvent("1-1#0", finish_reason="length")], EngineStatistics(), 0.0))
+        async with asyncio.timeout(WORD_SECONDS):
+            assert await again.get() is generations[1]
+        assert "a fault of the test" in caplog.text
+        await server.stop()
+        peer.socket.close()
 
     asyncio.run(run())

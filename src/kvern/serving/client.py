@@ -91,11 +91,8 @@ class EngineClient:
 
     async def __aexit__(self, *error: object) -> None:
         """Abort what runs, and end the processes."""
-        closed = EngineClosed("the engine is closed")
-        for replica in self.replicas:
-            replica.workload.close(closed)
-            replica.interrupt(closed)
         try:
+            await self.replicas.close(EngineClosed("the engine is closed"))
             await self.inputs.close()
         finally:
             await self.replicas.stop()

@@ -3,18 +3,19 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.asyncio
 
 from kvern.engine.output import OutputProcessor
-from kvern.errors import KvernError
+from kvern.errors import KvernError, in_a_line
 from kvern.observe.metrics import Metrics
+from kvern.request.events import TokenEvent
 from kvern.serving.prefix_index import EnginePrefixes, PrefixIndex
 from kvern.serving.probation import Probation
 from kvern.serving.wire import Events, Failed, Ready, Start, WireMessage, decode_for_server, encode
-from kvern.serving.workload import Generation, Turns, Workload
+from kvern.serving.workload import Generation, Turns, Workload, generation_id
 from kvern.tiers.remote_pages import connect, peer_secret, read_address
 from kvern.version import __version__
 
@@ -90,6 +91,7 @@ class PrefillServer:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+            self._ready = None
 
     async def _keep(self) -> None:
         wait = 1.0
@@ -99,6 +101,9 @@ class PrefillServer:
                 await self._talk()
             except (KvernError, zmq.ZMQError, ValueError) as error:
                 reason = str(error)
+            except Exception as error:
+                logger.exception("the connection to the prefill server %s has a fault", self.name)
+                reason = in_a_line(error)
             finally:
                 if self._socket is not None:
                     self._socket.close()
@@ -125,4 +130,10 @@ class PrefillServer:
             elif isinstance(message, Failed):
                 raise KvernError(message.reason)
             elif isinstance(message, Events):
-                self.workload.deliver(message.events)
+                self._computed(message.events)
+
+    def _computed(self, events: Sequence[TokenEvent]) -> None:
+        """Has answers begin whose prompts were asked there and have ended; nothing else that it says is of use."""
+        ended = dict.fromkeys(generation_id(event.request_id) for event in events if event.finish_reason == "length")
+        asked = [name for name in ended if name in self.workload.running]
+        self.workload.deliver([TokenEvent(f"{name}#0", finish_reason="length") for name in asked])

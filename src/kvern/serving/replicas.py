@@ -21,7 +21,15 @@ from kvern.cache.prefix_names import prompt_names
 from kvern.config import EngineConfig
 from kvern.engine.inputs import Prompt, is_checked_quickly
 from kvern.engine.output import OutputProcessor
-from kvern.errors import ConfigError, DeadlineExceeded, EngineDied, EngineUnavailable, InvalidRequest, shown
+from kvern.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineClosed,
+    EngineDied,
+    EngineUnavailable,
+    InvalidRequest,
+    shown,
+)
 from kvern.observe.metrics import Refusals
 from kvern.request.request import NO_OPTIONS, RequestOptions, RequestSpec
 from kvern.request.sampling_params import SamplingParams
@@ -265,6 +273,14 @@ class Replicas:
                 replica.workload.give(generation, self._chosen(generation).workload)
             replica.interrupt(EngineDied(f"engine {name} was removed"))
             await asyncio.shield(replica.supervisor.stop())
+
+    async def close(self, closed: EngineClosed) -> None:
+        """End all requests, also those whose prompts other servers compute, which give them to no engine before."""
+        await asyncio.gather(*(server.stop() for server in self._servers))
+        for one in (*self, *self._servers):
+            one.workload.close(closed)
+        for replica in self:
+            replica.interrupt(closed)
 
     async def stop(self) -> None:
         """End all."""
