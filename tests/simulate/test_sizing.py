@@ -2,13 +2,22 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from kvern.bench.steps import hardware_name
 from kvern.cli.main import main
+from kvern.engine.step_load import StepLoad
+from kvern.loads.request import LoadRequest
 from kvern.loads.source import read_load
+from kvern.planning.hardware import same_hardware
+from kvern.runner.plan import Layout
+from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, write_steps
 from kvern.simulate.sizing import least, size
 from kvern.simulate.study import Condition
+from kvern.version import __version__
 from tests.support.simulation import SIZES, EvenPrice
 
 
@@ -51,6 +60,8 @@ def test_the_command_prints_the_choice_as_an_estimate(capsys: pytest.CaptureFixt
         ([], "workload needs limits"),
         (["--slo", "ttft=1s", "--good", "1.5"], "good is 1.5"),
         (["--slo", "ttft=1s", "--record", "steps.jsonl"], "give one"),
+        (["--slo", "ttft=1s", "--requests", "8"], "requests is 8: --workload has its own requests"),
+        (["--slo", "ttft=1s", "--write", "plan.toml"], "write is plan.toml"),
     ],
 )
 def test_wrong_input_is_refused_in_a_line(
@@ -59,3 +70,50 @@ def test_wrong_input_is_refused_in_a_line(
     assert main([*COMMAND, *more]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
+
+
+def test_the_format_of_weights_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """In 32 bits the weights are twice as large, and the same cards take longer for the same steps."""
+    rates = []
+    for more in ([], ["--dtype", "float32"]):
+        assert main([*COMMAND, "--slo", "ttft=10s", "--seeds", "1", "--json", *more]) == 0
+        rates.append(json.loads(capsys.readouterr().out)["chosen"]["runs"])
+    assert rates[0] != rates[1]
+
+
+@pytest.mark.parametrize(
+    "more", [["--slo", "ttft=1s"], ["--good", "0.9"], ["--roofline"], ["--seeds", "3"], ["--record", "steps.jsonl"]]
+)
+def test_options_of_loads_are_refused_without_one(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "kvern-1m", "--hardware", "l4", *more]) == 2
+    assert f"{more[0][2:]} is " in (error := capsys.readouterr().err) and "counts with --workload alone" in error
+
+
+def write_record(file: Path, hardware: str) -> None:
+    header = RecordHeader(version=__version__, model="m", hardware=hardware, vocabulary=100, sizes=SIZES)
+    loads = [StepLoad(1 + place * 7 % 41, 100 * (place % 13)) for place in range(300)]
+    steps = [RecordedStep(0.0, 0.01 + 1e-4 * each.rows + 1e-7 * each.keys, each, each.rows, 0, 0) for each in loads]
+    write_steps(StepRecord(header, [RecordedRequest(LoadRequest(0.0, 4, 1), [1])], steps), file)
+
+
+def test_a_record_says_how_many_cards_an_engine_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(tmp_path / "steps.jsonl", "2x h200")
+    command = ["plan", "m", "--record", str(tmp_path / "steps.jsonl"), "--workload", "rate=1,requests=9,input=9"]
+    more = ["--slo", "ttft=10s", "--seeds", "1"]
+    assert main([*command, *more, "--hardware", "2xH200", "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert chosen["cards"] == 2 * chosen["replicas"]
+    for other in ("h200", "2x h100"):
+        assert main([*command, *more, "--hardware", other]) == 2
+        assert f"is of 2x h200, not of {other}" in capsys.readouterr().err
+    assert main([*command, *more, "--quantization", "fp8"]) == 2
+    assert "quantization is fp8: --record says" in capsys.readouterr().err
+
+
+def test_an_engine_is_named_by_its_own_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Mock(spec=Layout, gpus=("GPU-1", "GPU-2"))
+    for name, told in (("NVIDIA H200", "2x h200"), ("NVIDIA Other 9", "2x NVIDIA Other 9")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert hardware_name(layout) == told and same_hardware(told, hardware_name(layout))
+    assert hardware_name(Mock(spec=Layout, gpus=())).endswith(" cores")
+    assert same_hardware("h200", "1x h200") and not same_hardware("2x h200", "1x h200")

@@ -4,6 +4,8 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvern.bench.machine import hardware
 from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
@@ -11,6 +13,7 @@ from kvern.engine.factory import build_core, make_pace
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.models.folder import model_folder
+from kvern.planning.hardware import kind_of_gpu
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.plan import Layout
 from kvern.runner.startup import Startup
@@ -136,7 +139,7 @@ class MeasuredEngine:
         return RecordHeader(
             version=__version__,
             model=str(self._config.model),
-            hardware=hardware_name(),
+            hardware=hardware_name(self._layout),
             vocabulary=self._vocabulary,
             sizes=self.sizes,
             pace=self.pace,
@@ -169,7 +172,11 @@ def sizes_of(config: EngineConfig, layout: Layout) -> EngineSizes:
     )
 
 
-def hardware_name() -> str:
-    """Returns the GPUs of this machine, or its processor with its cores."""
+def hardware_name(layout: Layout) -> str:
+    """Returns an engine's GPUs as `kvern simulate --hardware` reads them, or the processor with its cores."""
+    if layout.gpus:
+        name = torch.cuda.get_device_name()
+        kind = kind_of_gpu(name)
+        return f"{len(layout.gpus)}x {kind.name if kind else name}"
     found = hardware()
-    return ", ".join(found.gpus) or f"{found.processor or 'CPU'}, {found.cores} cores"
+    return f"{found.processor or 'CPU'}, {found.cores} cores"

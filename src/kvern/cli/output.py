@@ -31,6 +31,14 @@ def check_least(command: Any, *names: str, least: int = 1) -> None:
             raise ConfigError(f"{name} is {value}: it must be at least {least}")
 
 
+def refuse(command: Any, kind: Any, names: Iterable[str], why: str) -> None:
+    """Raises ConfigError if one of the options `names` has another value than the default of its class `kind`."""
+    for name in names:
+        value = getattr(command, name)
+        if value != kind.__dataclass_fields__[name].default:
+            raise ConfigError(f"{name} is {value}: {why}; drop --{name.replace('_', '-')}")
+
+
 def make_table(*names: str, title: str | None = None, words: Iterable[str] = ("format",)) -> Table:
     """Returns a table with words in the first column and in the columns `words`, and numbers in the others.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from kvern.cli.output import check_least, make_table, print_lines, print_tables
+from kvern.cli.output import check_least, make_table, print_lines, print_tables, refuse
 from kvern.errors import ConfigError
 from kvern.io.files import as_size
 
@@ -68,7 +68,10 @@ class PlanCommand:
             from kvern.cli.plan_engines import Asked, plan_engines
 
             names = (field.name for field in dataclasses.fields(Asked))
+            refuse(self, PlanCommand, ("requests", "input", "output", "write"), "--workload has its own requests")
             return plan_engines(Asked(**{name: getattr(self, name) for name in names}))
+        unused = ("slo", "good", "record", "roofline", "most_replicas", "seeds")
+        refuse(self, PlanCommand, unused, "it counts with --workload alone")
         from kvern.cli.models import outlines
         from kvern.config import EngineConfig
         from kvern.models.folder import model_folder

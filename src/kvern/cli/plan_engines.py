@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from kvern.cli.output import make_table, print_lines, print_tables
+from kvern.cli.output import make_table, print_lines, print_tables, refuse
 from kvern.cli.simulate import described, loaded, recorded
 from kvern.errors import ConfigError
 
@@ -35,6 +36,9 @@ class Asked:
     most_replicas: int
     seeds: int
     json: bool
+    load_format: Literal["auto", "dummy"] = "auto"
+    quantization: Literal["fp8", "int8", "int4"] | None = None
+    dtype: Literal["auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32"] = "auto"
 
 
 def plan_engines(command: Asked) -> int:
@@ -81,13 +85,17 @@ def _engines(command: Asked) -> tuple[dict[str, tuple[Condition, int, int]], str
     if (command.record is None) == (not command.roofline):
         raise ConfigError("workload is simulated with --record FILE of kvern bench steps, or with --roofline: give one")
     if command.record is not None:
+        refuse(command, Asked, ("load_format", "quantization", "dtype"), "--record says what its steps were of")
         condition, basis, hardware = recorded(command.record, command.model, command.hardware)
-        return {hardware: (condition, 0, command.most_replicas)}, basis
+        counted = re.match(r"(\d+)x ", hardware)  # a CPU has none
+        return {hardware: (condition, int(counted[1]) if counted else 0, command.most_replicas)}, basis
+    from kvern.config import EngineConfig
     from kvern.planning.estimate import Workload
     from kvern.planning.hardware import names_of, parse_hardware, this_machine
     from kvern.simulate.roofline import estimated_condition
 
-    model, config = described(command.model)
+    config = EngineConfig(load_format=command.load_format, quantization=command.quantization, dtype=command.dtype)
+    model, config = described(command.model, config)
     cards = this_machine(config, model.dtype) if command.hardware is None else parse_hardware(command.hardware)
     engines = {}
     reasons = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ class SimulateCommand:
 
 def recorded(path: Path, model: str | None, hardware: str | None) -> tuple[Condition, str, str]:
     """Returns engines as a record says, what that is based on, and the hardware. Raises ConfigError."""
+    from kvern.planning.hardware import same_hardware
     from kvern.simulate.costs import FittedPrice, fit_steps
     from kvern.simulate.records import read_steps
     from kvern.simulate.study import Condition
@@ -130,7 +132,7 @@ def recorded(path: Path, model: str | None, hardware: str | None) -> tuple[Condi
     header = record.header
     if header.version != __version__:
         raise ConfigError(f"{path} is of kvern {header.version}, and this is {__version__}: record its steps anew")
-    if hardware not in (None, header.hardware):
+    if hardware is not None and not same_hardware(hardware, header.hardware):
         raise ConfigError(f"{path} is of {header.hardware}, not of {hardware}: record steps there")
     if model not in (None, header.model):
         raise ConfigError(f"{path} is of the model {header.model}, not of {model}: record its steps")
@@ -142,8 +144,8 @@ def recorded(path: Path, model: str | None, hardware: str | None) -> tuple[Condi
     return Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace), basis, header.hardware
 
 
-def described(name: str | None) -> tuple[Model, EngineConfig]:
-    """Returns a model by the headers of its files, for estimates. Raises KvernError."""
+def described(name: str | None, options: EngineConfig | None = None) -> tuple[Model, EngineConfig]:
+    """Returns a model by the headers of its files, for estimates, and the options with it. Raises KvernError."""
     from kvern.cli.models import outlines
     from kvern.config import EngineConfig
     from kvern.models.folder import model_folder
@@ -152,7 +154,7 @@ def described(name: str | None) -> tuple[Model, EngineConfig]:
 
     if name is None:
         raise ConfigError("roofline estimates a model's steps: name the model")
-    config = EngineConfig(str(outlined_model(name, outlines())))
+    config = dataclasses.replace(options or EngineConfig(), model=str(outlined_model(name, outlines())))
     return model_of(config, model_folder(config)), config
 
 

@@ -93,6 +93,20 @@ def parse_hardware(text: str) -> list[Card]:
     return [CARDS[name]] * int(found[1] or 1)
 
 
+def same_hardware(one: str, other: str) -> bool:
+    """Tells whether two texts name the same cards, which may have no name for `parse_hardware`."""
+    with contextlib.suppress(ConfigError):
+        return one == other or parse_hardware(one) == parse_hardware(other)
+    return False
+
+
+def kind_of_gpu(name: str) -> Card | None:
+    """Returns the card that a GPU is by its driver's name; None for one of unknown speed."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    matching = [card for card in CARDS.values() if set(card.name.split("-")) <= words]
+    return max(matching, key=lambda card: len(card.name), default=None)
+
+
 def this_machine(config: EngineConfig, dtype: str) -> list[Card]:
     """Returns the GPUs of this machine, or its CPU with the measured rates of a model's products in `dtype`.
 
@@ -190,11 +204,10 @@ def names_of(cards: Sequence[Card]) -> str:
 
 def _of_gpu(index: int) -> Card:
     name, memory = torch.cuda.get_device_name(index), torch.cuda.mem_get_info(index)[0]
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    matching = [card for card in CARDS.values() if set(card.name.split("-")) <= words]
-    if not matching:
+    kind = kind_of_gpu(name)
+    if kind is None:
         raise ConfigError(f"nobody told how fast a {name} is: name one that is like it, as in --hardware h100")
-    return replace(max(matching, key=lambda card: len(card.name)), memory=float(memory))
+    return replace(kind, memory=float(memory))
 
 
 def _seconds(work: Callable[[], object]) -> float:
