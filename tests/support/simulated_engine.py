@@ -202,6 +202,7 @@ class SimulatedEngine:
         least = -(-(self.setup.blocks - self.setup.spare_blocks) // memory.chunk)
         chunks, before = least + round(share * (memory.most_chunks - least)), memory.chunks
         reached, events = self.core.resize_cache(chunks)
+        self.records.together |= {event.request_id for event in events}
         for event in events:
             self._hear(event)
         assert reached == memory.chunks
