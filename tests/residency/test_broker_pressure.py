@@ -30,11 +30,20 @@ class FakeReplica:
         return is_new
 
 
-@pytest.mark.parametrize(("lacks", "rests"), [(50, False), (120, True)])
-def test_cached_blocks_go_before_an_idle_model_does(lacks: int, rests: bool) -> None:
-    floor = HostMemory(0, TOTAL).floor
-    watch = Watch(lambda: HostMemory(floor - lacks * CHUNK // 10, TOTAL))
+@pytest.mark.parametrize(
+    ("lacks", "freed", "rests"),
+    [(50, 80, False), (120, 80, True), (50, 0, True)],
+    ids=["enough", "too little", "of blocks that were never written"],
+)
+def test_cached_blocks_go_before_an_idle_model_does(
+    lacks: int, freed: int, rests: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is looked at again before a model makes way, and caches take nothing back meanwhile."""
+    floor, clock = HostMemory(0, TOTAL).floor, [0.0]
+    left = [floor - lacks * CHUNK // 10]
+    watch = Watch(lambda: HostMemory(left[0], TOTAL))
     begun: list[Any] = []
+    monkeypatch.setattr("kvern.residency.keeper.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     async def run() -> None:
         keeper = Keeper([served("idle", "kvern-1m"), served("busy", "kvern-1m")], TOTAL, None, watch)
@@ -47,8 +56,14 @@ def test_cached_blocks_go_before_an_idle_model_does(lacks: int, rests: bool) -> 
                 keeper.residency.ended(resident.name, -990.0)
             resident.client = SimpleNamespace(replicas=[replicas[resident.name]])  # type: ignore[assignment]
         keeper._begin = begun.append  # type: ignore[method-assign, assignment]
-        keeper._decide()
-        assert (replicas["idle"].cache_chunks, replicas["busy"].cache_chunks) == (1, 5)
+        for _ in range(2):
+            again_at = keeper._decide()
+            assert not begun and again_at is not None and 0 < again_at < 1
+        left[0] += freed * CHUNK // 10
+        clock[0] = again_at or 0.0
+        for _ in range(3):
+            clock[0] = keeper._decide() or 0.0
+            assert (replicas["idle"].cache_chunks, replicas["busy"].cache_chunks) == (1, 5)
 
     asyncio.run(run())
     assert [move.name for move in begun] == ["idle"] * rests

@@ -36,6 +36,8 @@ RESERVE_BYTES = 200_000_000
 """Memory of a process in reserve: it is the first to go when the machine has little left."""
 GRACE_SECONDS = 2.0
 """Seconds in which requests may end before their model is put to sleep; later ones go on when it is woken."""
+GIVEN_BACK_SECONDS = 0.2
+"""Seconds in which KV caches give memory back, before idle models make way."""
 
 
 class Resident:
@@ -91,6 +93,8 @@ class Keeper:
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._deciding: asyncio.Task[None] | None = None
+        self._sees_at: float | None = None
+        """When it is seen what caches gave back as the machine had little memory; None: it has enough."""
         for model in models:
             self.residency.add(model.name, model.terms, model.estimate(), time.monotonic())
 
@@ -204,10 +208,14 @@ class Keeper:
         given_back = 0
         if self._watch is not None:
             host = self.residency.host = self._watch.look(now)
-            if host is not None and host.spare < 0:  # cached blocks that nobody uses go first
+            if host is None or host.spare >= 0:
+                self._sees_at = None
+            else:  # cached blocks that nobody uses go first; how much that is, the machine tells
                 given_back = self._agree()
-                self._watch.freed(given_back)
-                host = self._watch.look(now)
+                if given_back and self._sees_at is None:
+                    self._sees_at = self._watch.next_at = now + GIVEN_BACK_SECONDS
+                if self._sees_at is not None and now < self._sees_at:
+                    return self._sees_at
             if self._reserve is not None and host is not None and host.spare < 0:
                 self._end_reserve()
                 self._watch.freed(RESERVE_BYTES)
