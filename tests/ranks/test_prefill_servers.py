@@ -120,9 +120,6 @@ def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model:
             await asyncio.Event().wait()
 
         prefill = EngineConfig(model=str(tiny_model), role="prefill", kv_tier_listen=address)
-        ready = Ready(1000, 4, "", model=ModelFacts(vocab_size=1000))
-        service = PromptService(prefill, lambda: ready, lambda: None, compute)
-        service.start()
         config = EngineConfig(
             model=str(tiny_model),
             device="cpu",
@@ -132,9 +129,16 @@ def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model:
             role="decode",
             prefill_server=(address,),
         )
+        client = EngineClient(config)
+
+        def ready() -> Ready:
+            return Ready(1000, 4, "", model=ModelFacts(vocab_size=1000), pages=client.replicas.ready.pages)
+
+        service = PromptService(prefill, ready, lambda: None, compute)
+        service.start()
         news = asyncio.Event()
         async with asyncio.timeout(120):
-            async with EngineClient(config) as client:
+            async with client:
                 while client.replicas.degraded is not None:
                     await asyncio.sleep(0.01)
                 generation = await client.replicas.submit(LONG[0], SamplingParams(max_tokens=8), news=news)

@@ -28,7 +28,8 @@ from kvern.tiers.remote_pages import encode as encode_question
 from kvern.version import __version__
 from tests.support.ray_cluster import free_port
 
-READY = Ready(100, 4, "", model=ModelFacts(vocab_size=100))
+READY = Ready(100, 4, "", model=ModelFacts(vocab_size=100), pages="ab (-tp 1 -pp 1)")
+START = Start({"version": __version__, "pages": READY.pages})
 WORD_SECONDS = 30.0
 
 
@@ -105,7 +106,7 @@ def test_messages_of_others_do_not_end_the_hearing(caplog: pytest.LogCaptureFixt
         async with listening(engines) as (_, peer, address):
             stray = Peer(zmq.REQ, address)
             await stray.socket.send(encode_question(Hello()))
-            await peer.say(Start({"version": __version__}))
+            await peer.say(START)
             assert isinstance(await peer.hears(), Ready)
             async with asyncio.timeout(WORD_SECONDS):
                 while "has 2 parts" not in caplog.text:
@@ -123,18 +124,41 @@ def test_trouble_is_told_and_ends_prompts() -> None:
     async def run() -> None:
         engines = Engines()
         async with listening(engines) as (_, peer, _):
-            await peer.say(Start({"version": __version__}))
+            await peer.say(START)
             assert isinstance(await peer.hears(), Ready)
             await peer.say(prompt("p"))
             await engines.computing.wait()
             engines.trouble = "the engine is being replaced"
             assert await peer.hears() == Failed("the engine is being replaced")
-            await peer.say(Start({"version": __version__}))
+            await peer.say(START)
             assert await peer.hears() == Failed("the engine is being replaced")
             assert engines.ended == ["cancelled"]
             engines.trouble = None
-            await peer.say(Start({"version": __version__}))
+            await peer.say(START)
             assert isinstance(await peer.hears(), Ready)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"version": "0.0.1", "pages": READY.pages}, "and this one 0.0.1: they must be equal"),
+        ({"version": __version__, "pages": "cd (-tp 1 -pp 1)"}, "those of ab (-tp 1 -pp 1), and those of this one are"),
+        ({"version": __version__, "pages": "ab (-tp 2 -pp 1)"}, "are of ab (-tp 2 -pp 1): both need the same weights"),
+        ({"version": __version__}, "are of no model"),
+    ],
+)
+def test_servers_that_cannot_read_the_pages_are_refused(told: dict[str, str], reason: str) -> None:
+    async def run() -> None:
+        engines = Engines()
+        async with listening(engines) as (_, peer, _):
+            await peer.say(Start(told))
+            refused = await peer.hears()
+            assert isinstance(refused, Failed) and reason in refused.reason
+            await peer.say(prompt("p"))  # nobody computes it
+            await peer.say(START)
+            assert isinstance(await peer.hears(), Ready) and not engines.computing.is_set()
 
     asyncio.run(run())
 
@@ -160,7 +184,7 @@ def test_a_start_that_failed_fails_again_and_then_listens() -> None:
                 except ConfigError:  # the port is free shortly after the socket was closed
                     await asyncio.sleep(0.01)
         peer = Peer(zmq.DEALER, prompts_address(address))
-        await peer.say(Start({"version": __version__}))
+        await peer.say(START)
         assert isinstance(await peer.hears(), Ready)
         peer.socket.close()
         await service.stop()
@@ -194,7 +218,7 @@ def test_a_prefill_server_changes_no_answers(tiny_model: Path) -> None:
         outputs, computed = OutputProcessor(Tokenizer(tiny_model)), asyncio.Queue[Generation]()
         again: list[Generation] = []
         server = PrefillServer(address, outputs, Turns(), Metrics("m"), again.append, computed.put_nowait)
-        server.start()
+        server.start(READY.pages)
         await peer.greet()
         others, asked = (
             Generation(outputs.add(None, spec), spec, asyncio.Event(), 0.0, False)
@@ -236,7 +260,7 @@ def test_a_fault_in_a_connection_leaves_no_prompt_behind(tiny_model: Path, caplo
             raise RuntimeError("a fault of the test")
 
         server = PrefillServer(address, outputs, Turns(), Metrics("m"), again.put_nowait, computed)
-        server.start()
+        server.start(READY.pages)
         await peer.greet()
         async with asyncio.timeout(WORD_SECONDS):
             while not server.is_ready:

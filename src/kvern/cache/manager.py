@@ -73,6 +73,7 @@ class KVCacheManager:
         self.prefix_cache = prefix_cache
         self._memory = memory = BlockPool(capacity, chunk)
         self.pool = BlockPool(positions) if positions else memory
+        self.identity = identity
         self.tree = RadixCache(self.pool, block_size, identity)
         self.extensions: list[CacheExtension] = []
         parts = CacheMemory(self.pool, memory, self.tree, block_size, self.extensions)

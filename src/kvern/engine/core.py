@@ -71,6 +71,7 @@ class EngineCore(EngineLoop):
         timing: CoreTiming = DEFAULT_TIMING,
     ) -> None:
         self.scheduler = scheduler
+        self.pages = scheduler.cache.identity
         self._prepares = prepares
         self.drafting = drafting
         self._clock, self._sleep = timing.clock, timing.sleep

@@ -27,6 +27,9 @@ class EngineLoop(ABC):
     It is not thread-safe: one thread calls it.
     """
 
+    pages: bytes = b""
+    """The identity of its pages in stores; nothing: it has no tier."""
+
     @property
     @abstractmethod
     def has_work(self) -> bool:

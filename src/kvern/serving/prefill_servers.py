@@ -51,6 +51,7 @@ class PrefillServer:
         self.name = option
         self._address = prompts_address(option)
         self._secret = peer_secret()
+        self._pages = ""
         self._again = again
         self._socket: zmq.asyncio.Socket | None = None
         self._ready: Ready | None = None
@@ -80,8 +81,9 @@ class PrefillServer:
         if self._socket is not None:
             self._socket.send(encode(message))
 
-    def start(self) -> None:
-        """Connects, now or when there is such a server."""
+    def start(self, pages: str) -> None:
+        """Connects, now or when there is such a server. `pages`: what engines here say of theirs."""
+        self._pages = pages
         if self._task is None:
             self._task = asyncio.create_task(self._keep())
 
@@ -121,7 +123,7 @@ class PrefillServer:
         self._socket = socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
         connect(socket, self._address, self._secret)
-        self.send(Start({"version": __version__}))
+        self.send(Start({"version": __version__, "pages": self._pages}))
         while await socket.poll(int(SILENCE_SECONDS * 1000)):
             message = decode_for_server(await socket.recv())
             if isinstance(message, Ready):

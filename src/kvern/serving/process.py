@@ -151,7 +151,10 @@ def ready_with(config: EngineConfig, layout: "Layout", core: EngineLoop, report:
         count = -(-layout.blocks // layout.chunk)
         chunks = (layout.chunk * layout.block_size * layout.token_bytes, layout.least_chunks, count)
     sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
-    return Ready(layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps)
+    ranks = f"-tp {config.tensor_parallel_size} -pp {config.pipeline_parallel_size}"
+    ready = Ready(layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps)
+    ready.pages = f"{core.pages.hex()} ({ranks})" if core.pages else ""
+    return ready
 
 
 def forget(running: str) -> None:

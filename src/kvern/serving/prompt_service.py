@@ -157,8 +157,17 @@ class PromptService:
         if (trouble := self._trouble()) is not None:
             await self._send(peer, Failed(trouble))
             return
+        ready, pages = self._ready(), start.config.get("pages")
+        if not pages or pages != ready.pages:
+            reason = (
+                f"its pages are those of {ready.pages or 'no model'}, and those of this one are of "
+                f"{pages or 'no model'}: both need the same weights, formats of weights and keys, "
+                "block size and numbers of ranks"
+            )
+            await self._send(peer, Failed(reason))
+            return
         self._peers.add(peer)
-        await self._send(peer, self._ready())
+        await self._send(peer, ready)
 
     async def _answer(self, peer: bytes, name: str, spec: RequestSpec) -> None:
         """Computes a prompt, and says so in any case: whoever asked computes what it does not find."""

@@ -183,7 +183,7 @@ class Replicas:
         self.resting = False
         self._settle()
         for server in self._servers:
-            server.start()
+            server.start(self.ready.pages)
 
     async def rest(self) -> None:
         """End the engines until `start`. What they have not answered goes on then."""

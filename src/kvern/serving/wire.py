@@ -142,6 +142,8 @@ class Ready(WireMessage):
     """The engine can give its memory back and take it again."""
     steps_file: str = ""
     """The file on its machine with its last steps; empty if there is none."""
+    pages: str = ""
+    """The identity of its pages, with the division of each among ranks; empty if it has no tier."""
 
     @property
     def least_cache_bytes(self) -> int:
