@@ -21,7 +21,7 @@ class FakeReplica:
     name = "0"
 
     def __init__(self, chunks: int, wanted: int) -> None:
-        self.cache_chunks, self.cache_wanted = chunks, wanted
+        self.cache_chunks, self.cache_touched, self.cache_wanted = chunks, chunks, wanted
         ready = SimpleNamespace(chunk_bytes=CHUNK, least_chunks=1, most_chunks=20)
         self.supervisor = SimpleNamespace(is_ready=True, link=SimpleNamespace(ready=ready))
 
@@ -67,3 +67,28 @@ def test_cached_blocks_go_before_an_idle_model_does(
 
     asyncio.run(run())
     assert [move.name for move in begun] == ["idle"] * rests
+
+
+def test_caches_are_not_granted_the_same_memory_again_while_they_do_not_write_to_it() -> None:
+    """Ten chunks are free beyond twice the floor: a cache of six gets them once, and then those that it has used."""
+    floor = HostMemory(0, TOTAL).floor
+    left = [2 * floor + 10 * CHUNK]
+    watch = Watch(lambda: HostMemory(left[0], TOTAL))
+
+    async def run() -> None:
+        keeper = Keeper([served("a", "kvern-1m")], TOTAL, None, watch)
+        replica = FakeReplica(6, 5)
+        keeper.residency.asked("a", 0.0)
+        assert keeper.residency.decide(0.0).moves
+        keeper.residency.moved("a", 0.0, Footprint(2 * CHUNK, 1.0))
+        keeper.residents[0].client = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
+        for _ in range(3):
+            keeper._decide()
+            assert replica.cache_chunks == 16
+        replica.cache_touched = 12
+        left[0] -= 6 * CHUNK
+        watch.renew()
+        keeper._decide()
+        assert replica.cache_chunks == 16
+
+    asyncio.run(run())

@@ -28,6 +28,8 @@ class BlockPool:
         """The number of chunks whose blocks are handed out."""
         self.free_count = most
         """The number of blocks without references in these."""
+        self.touched_chunks = 0
+        """The chunks up to the last one of which a block was handed out since it has its memory."""
 
     @property
     def most_chunks(self) -> int:
@@ -54,6 +56,7 @@ class BlockPool:
         if not max(1, self.used_chunks) <= chunks <= self.most_chunks:
             raise ValueError(f"{chunks} chunks of blocks: {self.used_chunks} are in use, of {self.most_chunks}")
         self.chunks, self.capacity = chunks, self.blocks_in(chunks)
+        self.touched_chunks = min(self.touched_chunks, chunks)
         self.free_count = sum(map(len, self._free[:chunks]))
 
     def references(self, block: int) -> int:
@@ -66,11 +69,12 @@ class BlockPool:
             raise IndexError(f"{count} blocks were asked for and {self.free_count} of {self.capacity} are free")
         self.free_count -= count
         blocks: list[int] = []
-        for free in self._free:
+        for number, free in enumerate(self._free, 1):
             first = max(0, len(free) + len(blocks) - count)
             blocks += free[first:][::-1]
             del free[first:]
             if len(blocks) == count:
+                self.touched_chunks = max(self.touched_chunks, number if count else 0)
                 break
         for block in blocks:
             self._references[block] = 1

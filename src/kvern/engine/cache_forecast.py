@@ -23,7 +23,7 @@ class CacheForecast:
     def report(self, counted: EngineStatistics) -> None:
         """Write how many chunks the cache has, how many requests hold, and how many they will need."""
         memory = self._scheduler.cache.memory
-        counted.cache_chunks = memory.chunks
+        counted.cache_chunks, counted.cache_touched = memory.chunks, memory.touched_chunks
         if (now := self._clock()) < self._next:
             return
         self._next = now + INTERVAL

@@ -90,6 +90,8 @@ class CacheSize(EngineSeconds, array_like=True, gc=False):
 
     cache_chunks: int = 0
     """The chunks that it has; 0: it does not change."""
+    cache_touched: int = 0
+    """Those that were used since the cache has them: the others have taken no memory of the machine so far."""
     cache_held: int = 0
     """The chunks that running requests would hold if their last ones were full."""
     cache_wanted: int = 0
@@ -137,6 +139,7 @@ class EngineStatistics(CacheSize, array_like=True, gc=False):
             target_itl=0.0,
             step_time_ratio=0.0,
             cache_chunks=0,
+            cache_touched=0,
             cache_held=0,
             cache_wanted=0,
         )

@@ -28,6 +28,12 @@ def taken(clients: Mapping[str, EngineClient]) -> int:
     return sum(share.above_least(share.has) for share in shares)
 
 
+def touched(clients: Mapping[str, EngineClient]) -> int:
+    """Returns the bytes of the machine that caches have taken beyond the least of each."""
+    replicas = _replicas(clients).values()
+    return sum(_share(replica).above_least(min(replica.cache_touched, replica.cache_chunks)) for replica in replicas)
+
+
 def _replicas(clients: Mapping[str, EngineClient]) -> dict[str, Replica]:
     """Returns the engines whose caches change, by names."""
     return {

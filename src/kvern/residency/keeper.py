@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
 from kvern.observe.metrics import ModelFigures
-from kvern.residency.broker import settle, taken
+from kvern.residency.broker import settle, taken, touched
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import STATES, Decision, Footprint, Move, Residency, State
 from kvern.residency.pressure import Watch
@@ -251,7 +251,7 @@ class Keeper:
         if (
             host is not None
         ):  # what they take anew leaves as much again above the floor, or they would give it back soon
-            spare = min(spare, taken(self._awake) + max(0, host.spare - host.floor))
+            spare = min(spare, touched(self._awake) + max(0, host.spare - host.floor))
         return settle(self._awake, spare, needed_alone=host is not None and host.spare < 0)
 
     async def _until_given_back(self) -> None:

@@ -119,6 +119,11 @@ class Replica:
         return max(has, self._asked_chunks)
 
     @property
+    def cache_touched(self) -> int:
+        """The chunks for which its KV cache has taken memory of the machine."""
+        return self._latest.cache_touched
+
+    @property
     def cache_wanted(self) -> int:
         """The chunks that its requests hold, or will need."""
         return max(self._latest.cache_wanted, self._latest.cache_held)
