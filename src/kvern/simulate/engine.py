@@ -70,19 +70,28 @@ class Prompts:
 
     Without a `vocabulary` a block is one token, repeated: that makes it different from all others, and takes no memory
     of its own. With one, tokens are drawn from it, for a model.
+
+    Without one the next request of a conversation has the answer before in its blocks, so that the cache serves it; a
+    model's answers are not known.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:
         self._vocabulary = vocabulary
         self._names: dict[int, int] = {}
+        self._turns: dict[str, tuple[int, LoadRequest]] = {}
+        """The last request of each conversation, with its number."""
+        self._answers: dict[int, list[tuple[int, int, int]]] = {}
+        """The answers within blocks: begin, end, and the token."""
 
     def spec(self, number: int, request: LoadRequest) -> RequestSpec:
         """Returns a request for the core, whose answer does not end before its length; its seed is its own token."""
         tokens: list[int] = []
+        if self._vocabulary is None and request.session:
+            self._note_answer(number, request)
         for block in request.blocks:
             count = min(BLOCK_TOKENS, request.prompt_tokens - len(tokens))
             if self._vocabulary is None:
-                tokens += [self._names.setdefault(block, len(self._names))] * count
+                tokens += self._named(block, count)
             else:
                 tokens += self._drawn(f"block {block}", count)
         rest = request.prompt_tokens - len(tokens)
@@ -96,6 +105,27 @@ class Prompts:
             owner=request.tenant,
             whole=True,
         )
+
+    def _named(self, block: int, count: int) -> list[int]:
+        tokens = [self._names.setdefault(block, len(self._names))] * count
+        for begin, end, token in self._answers.get(block, ()):
+            end = min(end, count)
+            tokens[begin:end] = [token] * (end - begin)
+        return tokens
+
+    def _note_answer(self, number: int, request: LoadRequest) -> None:
+        """Notes where in a request's blocks the answer to the one before is, if it goes on from there."""
+        before, last = self._turns.get(request.session, (0, None))
+        self._turns[request.session] = number, request
+        if last is None or not last.blocks or last.blocks != request.blocks[: len(last.blocks)]:
+            return
+        begin, end = last.prompt_tokens, min(last.prompt_tokens + last.output_tokens, request.prompt_tokens)
+        for place in range(begin // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
+            start = place * BLOCK_TOKENS
+            found = self._answers.setdefault(request.blocks[place], [])
+            low, high = max(begin - start, 0), min(end - start, BLOCK_TOKENS)
+            if low < high and (not found or found[-1][1] <= low):
+                found.append((low, high, OWN + before))
 
     def _drawn(self, name: str, count: int) -> list[int]:
         dice = random.Random(name)
