@@ -126,8 +126,10 @@ def test_a_turn_begins_with_prompt_and_answer_of_the_one_before() -> None:
     ("text", "said"),
     [
         ("requests=5", "load has no rate: give the requests a second"),
-        ("rate=0", "request_rate is 0: it must be above 0"),
-        ("rate=-2", "request_rate is -2: it must be above 0"),
+        ("rate=0", "load's rate is 0: it must be at least 1e-06, or inf"),
+        ("rate=-2", "load's rate is -2: it must be at least 1e-06, or inf"),
+        ("rate=1e-320", "load's rate is 9.99989e-321: it must be at least"),
+        ("rate=1..0:9s", "load's rate is 0: it must be at least"),
         ("rate=x", "load has rate='x': it must be a number"),
         ("rate=nan", "load has rate='nan': it must be a number"),
         ("rate=1..2", r"load has rate=1..2: it must be like 16, inf, or 4..32:60s"),
@@ -136,7 +138,7 @@ def test_a_turn_begins_with_prompt_and_answer_of_the_one_before() -> None:
         ("rate=1,", "load has '': it must be NAME=VALUE"),
         ("rate=1,inputs=5", r"load has 'inputs', which is no property: did you mean input\?"),
         ("rate=1,rate=2", "load has rate twice: 1 and 2"),
-        ("rate=1,burstiness=0", "burstiness is 0: it must be above 0"),
+        *[(f"rate=1,burstiness={value}", "it must be between 0.001 and 1e") for value in ("0", "inf", "1e-320", "-1")],
         ("rate=1,input=0", "load has input='0': it must be a whole number from 1 to"),
         ("rate=1,input=normal:5:1", "load has input='normal:5:1': it must be a number, uniform:LOW:HIGH or"),
         ("rate=1,input=uniform:9:3", "9 must not be above 3"),
@@ -155,3 +157,10 @@ def test_wrong_properties_are_named_with_value_and_limit(text: str, said: str) -
     with pytest.raises(ConfigError, match=said) as caught:
         load(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("burstiness", ["1e-3", "1e6"])
+@pytest.mark.parametrize("rate", ["1e-6", "1e300", "inf", "1e-6..1:60s"])
+def test_arrivals_are_numbers_that_grow_at_the_limits(rate: str, burstiness: str) -> None:
+    times = [one.arrival for one in read_load(f"rate={rate},burstiness={burstiness},requests=200")]
+    assert times == sorted(times) and all(math.isfinite(one) and one >= 0 for one in times)

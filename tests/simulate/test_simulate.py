@@ -13,7 +13,7 @@ from kvern.errors import ConfigError
 from kvern.loads.file import as_line
 from kvern.loads.request import LoadRequest
 from kvern.simulate.costs import FittedPrice, StepSample, StepWork, fit_steps
-from kvern.simulate.engine import DrivenEngine, EngineSizes, Prompts, simulated_engine
+from kvern.simulate.engine import OWN, DrivenEngine, EngineSizes, Prompts, simulated_engine
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, read_steps, write_steps
 from kvern.simulate.report import figures, read_slo
 from kvern.simulate.timeline import weighted_percentiles
@@ -95,6 +95,28 @@ def test_costs_are_fitted_and_the_error_on_steps_left_out_is_told() -> None:
     assert len(drawn) > 1 and FittedPrice(noisy, 1).seconds(*work) == FittedPrice(noisy, 1).seconds(*work)
     with pytest.raises(ConfigError, match="has 5 steps: at least 100"):
         fit_steps(samples(5))
+
+
+def test_the_cache_serves_earlier_answers_of_a_conversation() -> None:
+    """The second turn begins with the first's prompt and answer, the third with both: only what is new is computed."""
+    turns = [
+        LoadRequest(0.0, 40, 60, (7,), "", "one"),
+        LoadRequest(500.0, 120, 40, (7,), "", "one"),
+        LoadRequest(900.0, 200, 8, (7,), "", "one"),
+    ]
+    for session, hits in (("one", 99 + 159), ("", 40 + 120)):
+        engine = simulated_engine(SIZES, EvenPrice())
+        engine.run([msgspec.structs.replace(turn, session=session) for turn in turns], Prompts())
+        assert engine.hit_tokens == hits
+
+
+def test_blocks_of_a_conversation_are_those_of_others_up_to_the_answer() -> None:
+    prompts = Prompts()
+    first = prompts.spec(0, LoadRequest(0.0, 500, 600, (1,), "", "a")).prompt.token_ids
+    second = prompts.spec(1, LoadRequest(1.0, 1200, 5, (1, 2, 3), "", "a")).prompt.token_ids
+    other = prompts.spec(2, LoadRequest(2.0, 1200, 5, (1, 2, 3))).prompt.token_ids
+    assert second[:500] == first and set(second[500:1100]) == {OWN} and OWN not in second[1100:]
+    assert other == second and len(second) == 1200
 
 
 @pytest.fixture
@@ -182,3 +204,9 @@ def test_records_of_another_version_and_requests_that_never_fit_are_refused(
     (tmp_path / "long.jsonl").write_bytes(as_line(LoadRequest(0.0, 600, 1)))
     assert main(["simulate", "--record", str(files[1]), "--load", str(tmp_path / "long.jsonl")]) == 2
     assert "has 601 tokens" in capsys.readouterr().err
+
+
+def test_a_folder_is_refused_before_steps_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "steps", "--load", "rate=1,requests=1,input=9,output=1", "--model", "kvern-1m"]
+    assert main([*command, "--output", str(tmp_path)]) == 2
+    assert f"output is {tmp_path}, a folder: name a file in it" in capsys.readouterr().err

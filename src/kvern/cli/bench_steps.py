@@ -46,6 +46,8 @@ class StepsCommand:
         load = list(read_load(self.load))
         if self.output is not None:
             check_target(self.output, "output")
+            if self.output.is_dir():
+                raise ConfigError(f"output is {self.output}, a folder: name a file in it, such as steps.jsonl")
         measured = MeasuredEngine(self.engine)
         measured.warm()
         record, engine = measured.run(load)

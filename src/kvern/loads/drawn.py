@@ -95,7 +95,7 @@ class _Load:
             raise ConfigError(f"load has rate={given.rate}: a rate that changes must be finite")
         burstiness = _number("burstiness", given.burstiness)
         seconds = read_seconds("load's rate", ramp) if dots else 0.0
-        self._starts = arrivals(self._rng("rate"), rates[0], burstiness, rates[-1], seconds)
+        self._starts = arrivals(self._rng("rate"), rates[0], burstiness, rates[-1], seconds, "load's rate")
         own = ("tenants", "prefix", "turns", "input", "output", "think")
         self._rngs = {name: self._rng(name) for name in own}
         shared = self._prefix_tokens // BLOCK_TOKENS * self._prefixes * max(1, self._tenants)
