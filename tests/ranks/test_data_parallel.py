@@ -281,6 +281,16 @@ def test_engines_are_restarted_as_long_as_that_succeeds(
     assert paths == ["/ready", *(["/v1/remove_engine", "/v1/add_engine"] if refused else [])]
 
 
+def test_a_model_of_another_name_is_answered_with_the_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = {"engines": [{"model": model, "engine": name} for model in ("tiny", "other") for name in ENGINES]}
+    monkeypatch.setattr("kvern.cli.remote.RemoteServer.ask", lambda self, path: told)
+    assert main(["engines", "restart", "--model", "alias"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no engines are those of alias: models with several are tiny, other; name one" in said
+
+
 def refuses_engines_to_some_and_the_last_to_all(served: Served) -> None:
     for what in ("add_engine", "remove_engine"):
         status, answer = asked(served, what, f"{KEY}-user", engine="0")

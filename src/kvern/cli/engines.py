@@ -60,6 +60,9 @@ class EnginesCommand:
         """Ends each engine and starts another in its place, as long as that succeeds. Raises ConfigError."""
         told = server.ask("/ready").get("engines", [])
         model = self.model or next((one["model"] for one in told), None)
+        known = dict.fromkeys(one["model"] for one in told)
+        if known and model not in known:
+            raise ConfigError(f"no engines are those of {model}: models with several are {', '.join(known)}; name one")
         names = [one["engine"] for one in told if one["model"] == model]
         if len(names) < 2:
             raise ConfigError(f"{model or 'the model'} has one engine: add another before, which answers meanwhile")
