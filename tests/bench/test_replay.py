@@ -1,15 +1,19 @@
 """Recorded and drawn loads on a real server: the same lengths, arrivals and shared blocks."""
 
+import asyncio
 import itertools
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvern.bench.http_client import HttpClient
 from kvern.bench.replay import Replay
+from kvern.bench.serving import LoadRun, Sample, Sender
 from kvern.bench.serving_data import Prompts
 from kvern.cli.main import main
 from kvern.loads.file import as_line, read_file
@@ -52,6 +56,36 @@ def test_without_token_ids_blocks_are_words(tmp_path: Path) -> None:
     first, second = replay([LoadRequest(0.0, 9, 5, (7,)), LoadRequest(0.0, 20, 5, (7,))], tmp_path, None)
     assert len(first.split()) == 9
     assert second.startswith(f"{first} ")
+
+
+def test_answers_are_read_while_requests_are_late() -> None:
+    """Each body is made off the event loop, and each send lets it run, also if all requests come at once."""
+    made: list[int] = []
+    turns = 0
+
+    class Samples(list[Sample]):
+        def __getitem__(self, number: int) -> Sample:  # type: ignore[override]
+            assert threading.current_thread() is not threading.main_thread()
+            made.append(number)
+            return Sample([1], 1)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def work() -> LoadRun:
+        other = asyncio.create_task(count())
+        async with HttpClient("http://127.0.0.1:9") as client:
+            sender = Sender(client, "/v1/completions", "m", {})
+            run = await sender.run(Samples([Sample([1], 1)] * 5), [0.0] * 5, ahead=False)
+        other.cancel()
+        return run
+
+    run = asyncio.run(work())
+    assert made == [0, 1, 2, 3, 4] and turns >= 5
+    assert run.latest_send is not None and len(run.outcomes) == 5
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +159,10 @@ def test_each_tenant_has_figures(server: Served, tmp_path: Path) -> None:
     assert [case["name"] for case in found["cases"]] == ["replay", "tenant 1", "tenant 2"]
     counts = [case["details"]["completed"] for case in found["cases"]]
     assert counts[0] == 8 == counts[1] + counts[2]
-    assert found["cases"][0]["workload"]["replay"].startswith("rate=inf")
+    replayed = found["cases"][0]["workload"]
+    assert replayed["replay"].startswith("rate=inf")
+    assert not {"request_rate", "burstiness", "dataset_name", "random_input_len"} & (replayed.keys() | found.keys())
+    assert found["latest_send_ms"] > 0
 
 
 @pytest.mark.parametrize(
@@ -141,6 +178,9 @@ def test_each_tenant_has_figures(server: Served, tmp_path: Path) -> None:
         (("--speed", "2"), "speed is 2: it must be above 0, and needs --replay"),
         (("--replay", "rate=1", "--workload", "baseline"), "workload is baseline: --replay has its own requests"),
         (("--replay", "rate=1", "--request-rate", "3"), "request_rate is 3.0: --replay has its own requests"),
+        (("--replay", "rate=1", "--burstiness", "3"), "burstiness is 3.0: --replay has its own requests"),
+        (("--replay", "rate=1", "--dataset-name", "custom"), "dataset_name is custom: --replay has its own requests"),
+        (("--replay", "rate=1", "--random-input-len", "9"), "random_input_len is 9: --replay has its own requests"),
     ],
 )
 def test_a_wrong_replay_is_one_line(

@@ -69,6 +69,8 @@ class LoadRun:
     client_seconds: float
     server_seconds: float | None = None
     engine_seconds: float | None = None
+    latest_send: float | None = None
+    """The most seconds that a request was begun after its time; None where they had no times."""
 
     def of(self, kind: str) -> "LoadRun":
         """Returns the outcomes of one kind of request; nobody knows what of the server's time was for them."""
@@ -111,11 +113,12 @@ class Sender:
     ) -> LoadRun:
         """Sends each sample at its time in seconds from now (None: all now), at most `concurrency` at once.
 
-        With `ahead` all bodies are encoded before the first is sent, else each one shortly before its time.
+        With `ahead` all bodies are encoded before the first is sent, else each one in a thread after the one before.
         """
         bodies = [self._encode(sample) for sample in samples] if ahead else []
         gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
         done = tokens = 0
+        latest = 0.0
 
         async def one(sample: Sample, body: bytes) -> Outcome:
             nonlocal done, tokens
@@ -132,18 +135,25 @@ class Sender:
             async with asyncio.TaskGroup() as group:
                 tasks = []
                 for number, at in enumerate(arrivals or [0.0] * len(samples)):
-                    sample = samples[number]
-                    body = bodies[number] if ahead else self._encode(sample)
-                    wait = began + at - time.perf_counter()
-                    if wait > 0:
-                        await asyncio.sleep(wait)
+                    if ahead:
+                        sample, body = samples[number], bodies[number]
+                    else:
+                        sample, body = await asyncio.to_thread(self._prepare, samples, number)
+                    # answers are read meanwhile, also where requests are late or come together
+                    await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+                    latest = max(latest, time.perf_counter() - began - at)
                     tasks.append(group.create_task(one(sample, body)))
             seconds, busy = time.perf_counter() - began, time.process_time() - busy
         after = processor_seconds(await engine_states(self._client))
         server, engine = (
             None if one is None or other is None else other - one for one, other in zip(spent, after, strict=True)
         )
-        return LoadRun([task.result() for task in tasks], seconds, busy, server, engine)
+        outcomes = [task.result() for task in tasks]
+        return LoadRun(outcomes, seconds, busy, server, engine, None if arrivals is None else latest)
+
+    def _prepare(self, samples: Sequence[Sample], number: int) -> tuple[Sample, bytes]:
+        sample = samples[number]
+        return sample, self._encode(sample)
 
     def _encode(self, sample: Sample) -> bytes:
         body: dict[str, Any] = dict(self._own)

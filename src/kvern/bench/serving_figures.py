@@ -86,6 +86,8 @@ def summarize(
         spent = getattr(run, f"{name}_seconds")
         if spent is not None and answered:
             found[f"{name}_cpu_ms"] = 1000 * spent / len(answered)
+    if run.latest_send is not None:
+        found["latest_send_ms"] = 1000 * run.latest_send
     if limits:
         found["request_goodput"] = sum(is_good(outcome, limits) for outcome in answered) / seconds
     if target_itl:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvern.cli.output import check_least, make_table, print_tables, say
+from kvern.cli.output import check_least, make_table, print_tables, refuse, say
 from kvern.config import read_seconds
 from kvern.errors import ConfigError
 
@@ -102,8 +102,8 @@ class ServeBench:
     prefix_repetition_output_len: int = 128
     """Tokens of an answer."""
     seed: int | None = None
-    """Seed of prompts and arrivals. None: a new one each time, so that the server has nothing cached from earlier
-    runs."""
+    """Seed of prompts and, without --replay, of arrivals. None: a new one each time, so that the server has nothing
+    cached from earlier runs."""
 
     request_rate: float | None = None
     """Requests per second, with random arrivals. None: all at once, or the workload's own rate."""
@@ -213,9 +213,10 @@ class ServeBench:
             raise ConfigError(f"random_range_ratio is {self.random_range_ratio:g}: it must be at least 0 and below 1")
         if not 0 < self.speed < float("inf") or (self.speed != 1 and self.replay is None):
             raise ConfigError(f"speed is {self.speed:g}: it must be above 0, and needs --replay")
-        for name in ("workload", "request_rate", "dataset_path"):
-            if self.replay is not None and getattr(self, name) is not None:
-                raise ConfigError(f"{name} is {getattr(self, name)}: --replay has its own requests; drop one")
+        if self.replay is not None:
+            lengths = [field.name for field in dataclasses.fields(self) if _is_of_data(field.name)]
+            names = ("workload", "request_rate", "burstiness", "dataset_name", "dataset_path", *lengths)
+            refuse(self, ServeBench, names, "--replay has its own requests")
         if self.workload and self.max_concurrency:
             raise ConfigError(
                 f"max_concurrency is {self.max_concurrency}: workload {self.workload} has its own; drop one"
@@ -313,11 +314,11 @@ class ServeBench:
         secrets = {"api_key", "header"}
         given = dataclasses.asdict(self).items()
         options = {key: "inf" if value == float("inf") else value for key, value in given if key not in secrets}
-        data = "workload", "dataset_name", "num_prompts", "request_rate", "burstiness", "max_concurrency", "backend"
-        replayed = () if self.replay is None else ("replay", "speed")
-        shape = {name: options[name] for name in (*data, *replayed)} | {
-            name: value for name, value in options.items() if "_len" in name or name.startswith("random_")
-        }
+        own = "workload", "dataset_name", "request_rate", "burstiness"
+        data = ("replay", "speed") if self.replay is not None else own
+        shape = {name: options[name] for name in (*data, "num_prompts", "max_concurrency", "backend")}
+        if self.replay is None:
+            shape |= {name: value for name, value in options.items() if _is_of_data(name)}
         metadata = _named(self.metadata, "metadata")
         record = make_record(
             "serve",
@@ -334,8 +335,7 @@ class ServeBench:
             "backend": self.backend,
             "model_id": record.model,
             "num_prompts": sum(part["completed"] + part["failed"] for part in whole),
-            "request_rate": rate,
-            "burstiness": self.burstiness,
+            **({} if self.replay is not None else {"request_rate": rate, "burstiness": self.burstiness}),
             "max_concurrency": self.max_concurrency,
             "seed": server["seed"],
             **metadata,
@@ -343,6 +343,11 @@ class ServeBench:
         }
         path = self.result_dir / (self.result_filename or "")
         say(f"record: {write_record(record, path, beside, 'result_filename')}")
+
+
+def _is_of_data(option: str) -> bool:
+    """Tells whether an option is one of the lengths and numbers of a dataset."""
+    return "_len" in option or option.startswith(("random_", "prefix_repetition_"))
 
 
 def _named(texts: tuple[str, ...], option: str) -> dict[str, str]:
@@ -402,6 +407,7 @@ def _print(title: str, parts: dict[str, Any], metrics: list[str], percents: list
     row("all tokens/s", "total_token_throughput", ",.1f")
     row("CPU of the server, ms a request", "server_cpu_ms")
     row("CPU of the engine, ms a request", "engine_cpu_ms")
+    row("latest send, ms after its time", "latest_send_ms", ",.1f")
     row("a core's share for the clients", "client_cpu_share", ".0%", end_section=True)
     for name in metrics:
         label = f"{name.upper()} ms"
