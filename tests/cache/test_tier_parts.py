@@ -8,6 +8,7 @@ from kvern.cache.messages import Part
 from kvern.cache.radix import Node
 from kvern.cache.states import StatePool
 from kvern.cache.tier import TierTraffic
+from kvern.request.request import State
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -156,3 +157,17 @@ def test_what_waits_to_be_saved_goes_with_memory_that_is_given_back(all_windowed
     hit(found)
     found.run()
     assert kept < {key for key, _ in found.tier.pages} >= {*waiting[-1:]}, "it was computed again"
+
+
+@pytest.mark.parametrize("all_windowed", [False, True])
+def test_memory_that_a_load_holds_is_given_back_once_it_has_ended(all_windowed: bool) -> None:
+    found = SimulatedEngine(replace(engine(all_windowed), chunk=2, tier_delay=3))
+    assert hit(found) == 0
+    found.cache.tree.clear()
+    [request] = found.add(PROMPT, 2)
+    while request.state is not State.LOADING:
+        found.step()
+    found.finish(request)
+    assert found.core.resize_cache(1)[0] > 1, "a load writes to higher chunks"
+    found.run()
+    assert found.cache.memory.chunks == 1

@@ -177,6 +177,10 @@ class CacheExtension:
     def completed(self, step: int) -> None:
         """All steps up to this one have returned, or were undone."""
 
+    def loads_beyond(self, capacity: int) -> bool:
+        """True if blocks behind the first `capacity` ones cannot be given back before a load has ended."""
+        return False
+
     def resized(self, capacity: int) -> None:
         """Only the first `capacity` blocks have memory from now on; those behind lose what is written to them."""
 

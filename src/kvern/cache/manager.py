@@ -72,6 +72,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._memory = memory = BlockPool(capacity, chunk)
+        self._wanted_chunks = memory.chunks
         self.pool = BlockPool(positions) if positions else memory
         self.identity = identity
         self.tree = RadixCache(self.pool, block_size, identity)
@@ -146,9 +147,20 @@ class KVCacheManager:
             else:
                 self.tree.evict_from(chunks * self._memory.chunk)
         self._memory.resize(max(chunks, self._memory.used_chunks))
+        self._wanted_chunks = chunks if self._loads_beyond(chunks) else self._memory.chunks
         for extension in self.extensions:
             extension.resized(self._memory.capacity)
         return self._memory.chunks
+
+    @property
+    def shrinks_to(self) -> int | None:
+        """The chunks that it was to have, and can have now that loads have ended; None: it has no more than these."""
+        chunks = self._wanted_chunks
+        return None if chunks >= self._memory.chunks or self._loads_beyond(chunks) else chunks
+
+    def _loads_beyond(self, chunks: int) -> bool:
+        limit = self._memory.blocks_in(chunks)
+        return any(extension.loads_beyond(limit) for extension in self.extensions)
 
     @property
     def _has_windows(self) -> bool:

@@ -505,6 +505,13 @@ class TierTraffic(CacheExtension):
 
         return are_there
 
+    def loads_beyond(self, capacity: int) -> bool:
+        """See `CacheExtension`."""
+        held = (
+            chain(load.blocks if self._has_blocks else (), *load.windows.values()) for load in self._loading.values()
+        )
+        return any(block >= capacity for block in chain(*held))
+
     def resized(self, capacity: int) -> None:
         """Pages with blocks that lose their memory are not saved."""
         self._saves = [

@@ -110,6 +110,8 @@ class EngineCore(EngineLoop):
     @property
     def has_work(self) -> bool:
         """A call of `step` would do something."""
+        if self.scheduler.cache.shrinks_to is not None:
+            return True
         return self._has_steps or bool(self._in_flight) or bool(self._held) or bool(self._handing)
 
     @property
@@ -312,6 +314,8 @@ class EngineCore(EngineLoop):
         if failed := self.scheduler.cache.failed():
             reasons = {request.unit: reason for request, reason in failed}
             return [event for unit, reason in reasons.items() for event in self._fail_unit(unit, reason)]
+        if (chunks := self.scheduler.cache.shrinks_to) is not None:
+            return self.resize_cache(chunks)[1]
         if self._handing and (handed := self._handed_over()):
             return handed
         if self._trial.settle():
