@@ -379,8 +379,8 @@ class EngineConfig:
                 "with prefill_engines: turn prefix_cache on, and leave the others out"
             )
         stores = ["host"] if self.role == "prefill" else [f"nixl://{server}" for server in self.prefill_server]
-        kinds = [option.removesuffix(OPTIONAL).partition(":")[0] for option in self.kv_tier]
-        missing = [store for store in stores if store not in (*kinds, *self.kv_tier)]
+        given = [option.removesuffix(OPTIONAL) for option in self.kv_tier]
+        missing = [store for store in stores if store not in (*given, *(option.partition(":")[0] for option in given))]
         object.__setattr__(self, "kv_tier", (*self.kv_tier, *missing))
 
     def _check_tiers(self) -> None:

@@ -78,6 +78,7 @@ class LLM(PythonApi):
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = engine_config(model, options)
         several = config.data_parallel_size > 1 or config.executor == "ray" or config.role != "both"
+        several = several or config.kv_tier_listen is not None
         if not several:
             LLM._process = LLM._process or os.getpid()
             check_process(LLM._process)

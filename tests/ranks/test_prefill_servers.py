@@ -168,4 +168,6 @@ def test_options_that_are_refused(given: dict[str, Any], reason: str) -> None:
 def test_roles_bring_their_stores() -> None:
     config = EngineConfig(model="kvern-1m", role="decode", prefill_server=("a:1", "b:2"), kv_tier=("nixl://b:2",))
     assert config.kv_tier == ("nixl://b:2", "nixl://a:1")
+    config = EngineConfig(model="kvern-1m", role="decode", prefill_server=("a:1",), kv_tier=("nixl://a:1?optional",))
+    assert config.kv_tier == ("nixl://a:1?optional",)
     assert EngineConfig(model="kvern-1m", role="prefill", kv_tier_listen="a:1").kv_tier == ("host",)

@@ -1,6 +1,7 @@
 """What servers say to each other about prompts: ends, reasons to refuse, and nothing that changes others' answers."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -275,6 +276,40 @@ def test_a_fault_in_a_connection_leaves_no_prompt_behind(tiny_model: Path, caplo
         async with asyncio.timeout(WORD_SECONDS):
             assert await again.get() is generations[1]
         assert "a fault of the test" in caplog.text
+        await server.stop()
+        peer.socket.close()
+
+    asyncio.run(run())
+
+
+def test_a_host_is_looked_up_whenever_it_is_asked(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that is not known yet, or of another machine later, ends nothing."""
+
+    async def run() -> None:
+        found: list[str] = []
+
+        def look_up(host: str) -> str:
+            if not found:
+                raise OSError(f"no {host} yet")
+            return found[-1]
+
+        monkeypatch.setattr(socket, "gethostbyname", look_up)
+        port = free_port()
+        server = PrefillServer(
+            f"other:{port}", OutputProcessor(Tokenizer(tiny_model)), Turns(), Metrics("m"), print, print
+        )
+        server.start(READY.pages)
+        async with asyncio.timeout(WORD_SECONDS):
+            while "the host other is not found: no other yet" not in caplog.text:
+                await asyncio.sleep(0.01)
+        found.append("127.0.0.1")
+        peer = PrefillingPeer(f"127.0.0.1:{port}")
+        await peer.greet()
+        async with asyncio.timeout(WORD_SECONDS):
+            while not server.is_ready:
+                await asyncio.sleep(0)
         await server.stop()
         peer.socket.close()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +16,9 @@ from kvern.errors import ConfigError
 from kvern.tiers.arena import ARENA, OwnedArena, list_path, map_arena
 from kvern.tiers.host import HostStore
 from kvern.tiers.nixl import NixlStore, _batches, _Line
-from kvern.tiers.remote_pages import PEER_KEY, PEER_KEY_FILE, Hello, Where, peer_secret
+from kvern.tiers.nixl_agent import NixlAgent
+from kvern.tiers.page_server import PageServer
+from kvern.tiers.remote_pages import PEER_KEY, PEER_KEY_FILE, Hello, Refused, Where, encode, peer_secret
 from kvern.tiers.store import make_store
 from tests.support.page_stores import IDENTITY, PAGE, get, has, name_of, put
 from tests.support.ray_cluster import free_port
@@ -174,13 +177,22 @@ def test_others_without_the_secret_hear_nothing(remote: Remote, monkeypatch: pyt
     line.close()
 
 
+def test_a_question_with_too_few_lengths_is_refused() -> None:
+    refused = PageServer(Mock(spec=NixlAgent), list_path("nobody"), 0).answer(encode(Where([b"name"], [])))
+    assert refused == Refused("the question has 1 names and 0 lengths, not as many")
+
+
 @pytest.mark.parametrize(
     ("rest", "secret", "reason"),
     [
         ("127.0.0.1:1", SECRET, "it must name another server's kv_tier_listen"),
-        ("//127.0.0.1", SECRET, "'127.0.0.1' must be HOST:PORT, with a port from 1 to 65535"),
+        (
+            "//127.0.0.1",
+            SECRET,
+            "'127.0.0.1' must be HOST:PORT, with a name or IPv4 address and a port from 1 to 65535",
+        ),
         ("//127.0.0.1:99999", SECRET, "must be HOST:PORT"),
-        ("//no host:1", SECRET, "the host of 'no host:1' is not found"),
+        ("//no host:1", SECRET, "'no host:1' must be HOST:PORT, with a name or IPv4 address"),
         ("//127.0.0.1:1", "short", "KV_PEER_KEY has 5 characters: set KV_PEER_KEY or KV_PEER_KEY_FILE"),
         ("//127.0.0.1:1", "", "KV_PEER_KEY has 0 characters"),
     ],

@@ -1,7 +1,6 @@
 """The page server of a server's engines: a process that is started again when it ends."""
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 import os
@@ -13,7 +12,7 @@ from kvern.errors import ConfigError
 from kvern.io.bytecode import bytecode_environment
 from kvern.tiers.arena import list_path
 from kvern.tiers.nixl_agent import INSTALL
-from kvern.tiers.remote_pages import peer_secret, read_address
+from kvern.tiers.remote_pages import peer_secret, read_address, resolved
 
 logger = logging.getLogger("kvern")
 
@@ -37,7 +36,7 @@ class PageSharing:
                 raise ValueError(f"the package nixl_cu13 is not installed: {INSTALL}")
             peer_secret()
             await self._launch()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise ConfigError(f"kv_tier_listen is {self._config.kv_tier_listen}: {error}") from error
         self._task = asyncio.create_task(self._keep())
 
@@ -51,8 +50,8 @@ class PageSharing:
             await asyncio.to_thread(self._process.communicate)
 
     async def _launch(self) -> None:
-        """Starts the process. Raises ValueError if it does not listen."""
-        host, port = read_address(self._config.kv_tier_listen or "")
+        """Starts the process. Raises ValueError or OSError if it does not listen."""
+        host, port = await asyncio.to_thread(resolved, read_address(self._config.kv_tier_listen or ""))
         path = list_path(self._config.model or "")
         words = [sys.executable, "-m", "kvern.tiers.page_server", host, str(port), path, str(self._config.ranks)]
         self._process = subprocess.Popen(  # noqa: S603 (no shell, our own words)
@@ -77,6 +76,8 @@ class PageSharing:
             logger.warning("the page server of kv_tier_listen ended with exit code %s; it is started again", code)
             await asyncio.sleep(wait)
             wait = min(LONGEST_WAIT, 2 * wait)
-            with contextlib.suppress(ValueError):
+            try:
                 await self._launch()
                 wait = 1.0
+            except (ValueError, OSError) as error:
+                logger.warning("the page server of kv_tier_listen does not start: %s", error)

@@ -16,7 +16,7 @@ from kvern.serving.prefix_index import EnginePrefixes, PrefixIndex
 from kvern.serving.probation import Probation
 from kvern.serving.wire import Events, Failed, Ready, Start, WireMessage, decode_for_server, encode
 from kvern.serving.workload import Generation, Turns, Workload, generation_id
-from kvern.tiers.remote_pages import connect, peer_secret, read_address
+from kvern.tiers.remote_pages import connect, peer_secret, read_address, resolved
 from kvern.version import __version__
 
 logger = logging.getLogger("kvern")
@@ -101,7 +101,7 @@ class PrefillServer:
             reason = "it does not answer"
             try:
                 await self._talk()
-            except (KvernError, zmq.ZMQError, ValueError) as error:
+            except (KvernError, zmq.ZMQError, OSError, ValueError) as error:
                 reason = str(error)
             except Exception as error:
                 logger.exception("the connection to the prefill server %s has a fault", self.name)
@@ -119,10 +119,11 @@ class PrefillServer:
             await asyncio.sleep(wait)
 
     async def _talk(self) -> None:
-        """Hears what it says until it is silent. Raises KvernError with its reason to refuse."""
+        """Hears what it says until it is silent. Raises KvernError with its reason to refuse, or OSError."""
+        address = await asyncio.to_thread(resolved, self._address)
         self._socket = socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         socket.set(zmq.SNDHWM, 0)  # what is sent is bounded by what is asked
-        connect(socket, self._address, self._secret)
+        connect(socket, address, self._secret)
         self.send(Start({"version": __version__, "pages": self._pages}))
         while await socket.poll(int(SILENCE_SECONDS * 1000)):
             message = decode_for_server(await socket.recv())

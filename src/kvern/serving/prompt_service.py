@@ -26,7 +26,7 @@ from kvern.serving.wire import (
     encode,
 )
 from kvern.serving.workload import generation_id
-from kvern.tiers.remote_pages import listen, peer_secret
+from kvern.tiers.remote_pages import listen, peer_secret, resolved
 from kvern.version import __version__
 
 logger = logging.getLogger("kvern")
@@ -64,8 +64,8 @@ class PromptService:
         socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         socket.set(zmq.ROUTER_MANDATORY, 1)
         try:
-            listen(socket, prompts_address(self._config.kv_tier_listen or ""), peer_secret())
-        except (ValueError, zmq.ZMQError) as error:
+            listen(socket, resolved(prompts_address(self._config.kv_tier_listen or "")), peer_secret())
+        except (ValueError, OSError, zmq.ZMQError) as error:
             socket.close()
             raise ConfigError(f"kv_tier_listen is {self._config.kv_tier_listen}, and prompts: {error}") from error
         self._socket = socket

@@ -36,6 +36,7 @@ from kvern.tiers.remote_pages import (
     encode,
     peer_secret,
     read_address,
+    resolved,
 )
 from kvern.tiers.store import Identity
 
@@ -71,8 +72,9 @@ class _Line:
         """Returns the answer. Raises OSError if there is none."""
         with self._lock:
             if self._socket is None:
+                address = resolved(self._address)
                 self._socket = zmq.Context.instance().socket(zmq.REQ)
-                connect(self._socket, self._address, self._secret)
+                connect(self._socket, address, self._secret)
             self._socket.send(encode(question))
             if not self._socket.poll(int(ANSWER_SECONDS * 1000)):
                 self._close()

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from kvern.errors import KvernError
+from kvern.errors import KvernError, in_a_line
 from kvern.tiers.arena import listed
 from kvern.tiers.nixl_agent import POLL_SECONDS, NixlAgent, bind_to
 from kvern.tiers.peer import FOLLOW_SECONDS, PeerStore, RemoteArena
@@ -71,6 +71,8 @@ class PageServer:
         if isinstance(asked, Has):
             each = [store.has(asked.names) for store in self._stores]
             return Kept([any(found) for found in zip(*each, strict=True)])
+        if len(asked.names) != len(asked.lengths):
+            return Refused(f"the question has {len(asked.names)} names and {len(asked.lengths)} lengths, not as many")
         pages: list[list[Span]] = [[] for _ in asked.names]
         for store in self._stores:
             for at, lent in enumerate(store.lend(asked.names, asked.lengths)):
@@ -135,6 +137,6 @@ if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-    except (KvernError, OSError, ValueError, zmq.ZMQError) as problem:
-        _say(str(problem))
+    except Exception as problem:  # NIXL's, too
+        _say(in_a_line(problem) if not isinstance(problem, KvernError | OSError | ValueError) else str(problem))
     os._exit(1)

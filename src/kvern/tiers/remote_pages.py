@@ -8,6 +8,7 @@ All servers have one secret, of which the key of the listener is derived: who kn
 
 import hashlib
 import os
+import re
 import socket as sockets
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from zmq.utils import z85
 PROTOCOL = 1
 PEER_KEY, PEER_KEY_FILE = "KV_PEER_KEY", "KV_PEER_KEY_FILE"
 LEAST_KEY_CHARACTERS = 16
+HOST = re.compile(r"[A-Za-z0-9_.-]+")
 Span = tuple[int, int]
 """An address in the page server's memory, and bytes."""
 
@@ -112,14 +114,19 @@ def connect(socket: "zmq.Socket[Any]", address: tuple[str, int], secret: str) ->
 
 
 def read_address(text: str) -> tuple[str, int]:
-    """The IPv4 address and the port that HOST:PORT names. Raises ValueError."""
+    """The host and the port of HOST:PORT. Raises ValueError."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"{text!r} must be HOST:PORT, with a port from 1 to 65535")
+    if not colon or not HOST.fullmatch(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{text!r} must be HOST:PORT, with a name or IPv4 address and a port from 1 to 65535")
+    return host, int(port)
+
+
+def resolved(address: tuple[str, int]) -> tuple[str, int]:
+    """The address with the host's present IPv4 address, which may take seconds. Raises OSError."""
     try:
-        return sockets.gethostbyname(host), int(port)
+        return sockets.gethostbyname(address[0]), address[1]
     except OSError as error:
-        raise ValueError(f"the host of {text!r} is not found: {error}") from error
+        raise OSError(f"the host {address[0]} is not found: {error}") from error
 
 
 def _curve_key(secret: str) -> bytes:
