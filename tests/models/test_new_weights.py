@@ -23,7 +23,7 @@ from kvern.models.updates import stamp_of, updated_tensors
 from kvern.models.weighted import WeightedModel
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.memory import DeviceMemory
-from kvern.runner.new_weights import NewWeights, check_memory, read_weights
+from kvern.runner.new_weights import NewWeights, check_fitting, check_memory, read_weights
 from kvern.runner.weight_reader import WeightReader
 from kvern.serving.client_weights import EngineWeights
 from kvern.serving.wire import WeightsRead
@@ -97,6 +97,16 @@ def test_only_files_that_are_needed_are_read_again(tiny_model: Path, parts: dict
     parts["second"].unlink()
     with pytest.raises(InvalidWeights, match="second"):
         updated_tensors(tiny_model, [*kept, WeightSource(str(parts["again"]))], nothing, spec)
+
+
+def test_a_tied_head_is_compared_once_its_contents_have_come(tiny_model: Path, tmp_path: Path) -> None:
+    spec = spec_from_config(read_config(tiny_model))
+    assert spec.tie_word_embeddings
+    tensors = {"lm_head.weight": torch.zeros(288, 64), "model.norm.weight": torch.ones(64)}
+    save_file(tensors, file := tmp_path / "head.safetensors")
+    check_fitting(tiny_model, spec, [WeightSource(str(file))], has_come=False)
+    with pytest.raises(InvalidWeights, match=r"lm_head\.weight in .* is not equal to"):
+        check_fitting(tiny_model, spec, [WeightSource(str(file))])
 
 
 def test_settings_of_quantization_are_compared(tiny_model: Path, tmp_path: Path) -> None:

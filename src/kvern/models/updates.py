@@ -30,12 +30,17 @@ class UpdatedTensors(NamedTuple):
 
 
 def updated_tensors(
-    folder: Path, sources: Sequence[WeightSource], harmless: "re.Pattern[str]", spec: ModelSpec
+    folder: Path,
+    sources: Sequence[WeightSource],
+    harmless: "re.Pattern[str]",
+    spec: ModelSpec,
+    *,
+    has_come: bool = True,
 ) -> UpdatedTensors:
     """The tensors of a folder, those of each source in the places of earlier ones.
 
     `harmless` are names of tensors that follow from the configuration. Where the output layer is that of the
-    embeddings, one that a source has must be equal. Raises InvalidWeights.
+    embeddings, one that a source has must be equal, if that `has_come`. Raises InvalidWeights.
     """
     passed_over = re.compile("|".join((harmless.pattern, *spec.ignored)))
     stored = {tensor.name: tensor for tensor in read_headers(folder)}
@@ -55,7 +60,7 @@ def updated_tensors(
         }
     _check_stamp(newest, stamp)
     merged |= {tensor.name: tensor for tensor in tensors if tensor.name in stored}
-    if spec.tie_word_embeddings:
+    if spec.tie_word_embeddings and has_come:
         _check_head(newest.path, tensors, merged)
     ordered = sorted(merged.values(), key=lambda tensor: (tensor.file, tensor.begin))
     return UpdatedTensors(ordered, is_whole, stamp, names)

@@ -23,7 +23,7 @@ class GroupTensor(msgspec.Struct, frozen=True):
 
     name: str
     dtype: str
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=1)], ...]
 
 
 class WeightGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

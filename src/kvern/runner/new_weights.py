@@ -147,10 +147,15 @@ class NewWeights:
         self._copies.append((old, new))
 
 
-def check_fitting(folder: Path, spec: ModelSpec, sources: Sequence[WeightSource]) -> UpdatedTensors:
-    """Returns the tensors of a model in a folder, with newer ones. Raises InvalidWeights for those that do not fit."""
+def check_fitting(
+    folder: Path, spec: ModelSpec, sources: Sequence[WeightSource], *, has_come: bool = True
+) -> UpdatedTensors:
+    """Returns the tensors of a model in a folder, with newer ones. Raises InvalidWeights for those that do not fit.
+
+    Without `has_come` the newest have names, shapes and dtypes, and no contents yet.
+    """
     harmless = "|".join((*HARMLESS, *((TIED_HEAD,) if spec.tie_word_embeddings else ())))
-    return updated_tensors(folder, sources, re.compile(harmless), spec)
+    return updated_tensors(folder, sources, re.compile(harmless), spec, has_come=has_come)
 
 
 def read_weights(

@@ -48,9 +48,11 @@ def receive(job: ReceivingJob) -> None:
     file, folder = Path(job.file), Path(job.folder)
     stored = {tensor.name: tensor for tensor in _write_header(file, job.group.tensors)}
     spec = describe_model(folder, read_config(folder), job.implementation)
-    check_fitting(folder, spec, [WeightSource(job.file)])
-    with file.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as memory:
-        _receive([stored[tensor.name] for tensor in job.group.tensors], memory, job.group)
+    check_fitting(folder, spec, [WeightSource(job.file)], has_come=False)
+    with file.open("r+b") as stream:
+        memory = mmap.mmap(stream.fileno(), 0)
+    _receive([stored[tensor.name] for tensor in job.group.tensors], memory, job.group)
+    memory.close()  # after an error the group's threads may still write to it: it goes with the process
 
 
 def _write_header(file: Path, tensors: Sequence[GroupTensor]) -> list[StoredTensor]:
@@ -97,7 +99,6 @@ def _receive(tensors: Sequence[StoredTensor], memory: mmap.mmap, group: WeightGr
                 came = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 distributed.broadcast(came, SENDER)
                 whole.copy_(came.contiguous().view(-1).view(torch.uint8))
-            del whole  # or the map could not be closed
         distributed.destroy_process_group()
     except (OSError, RuntimeError, ValueError) as error:
         raise InvalidWeights(
@@ -110,8 +111,8 @@ def main() -> int:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=ReceivingJob)
     try:
         receive(job)
-    except KvernError as error:
-        sys.stdout.write(str(error))
+    except BaseException as error:
+        sys.stdout.write(str(error) if isinstance(error, KvernError) else f"weights cannot be received: {error!r}")
         sys.stdout.flush()
         os._exit(1)  # threads of a group that failed may never end
     os._exit(0)

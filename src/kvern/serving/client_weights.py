@@ -103,6 +103,8 @@ class ClientWeights:
         self.is_changing = False
         """An update has begun that has not ended."""
         self._sources: list[WeightSource] = []
+        self._read: list[set[str]] = []
+        """The paths that each new engine reads now."""
 
     @property
     def shown(self) -> str:
@@ -131,7 +133,7 @@ class ClientWeights:
             await asyncio.gather(*(engine.take(version, keep) for engine in self._engines() if engine.read == version))
         finally:
             self.is_changing = False
-            self._files.keep({one.path for one in self._sources})
+            self._forget_files()
             if self.version != version:
                 for engine in self._engines():
                     engine.drop()
@@ -143,8 +145,19 @@ class ClientWeights:
         if engine.version == self.version:
             return False
         while engine.version != self.version:
-            await engine.catch_up(link, self.version, self._sources)
+            paths = {one.path for one in self._sources}
+            self._read.append(paths)
+            try:
+                await engine.catch_up(link, self.version, self._sources)
+            finally:
+                self._read.remove(paths)
+                self._forget_files()
         return True
+
+    def _forget_files(self) -> None:
+        """Removes the files of groups that no engine will read again."""
+        if not self.is_changing:  # else one has been received that is not among the sources yet
+            self._files.keep({one.path for one in self._sources}.union(*self._read))
 
     async def _received(self, group: WeightGroup) -> str:
         """The path of what a group brought. Raises InvalidWeights, or EngineUnavailable."""
