@@ -56,6 +56,7 @@ class Moved:
         draft = blocks if DRAFTS in self.has else []
         state = blocks[0] if STATES in self.has else -1
         self.tier.save([PageSave(bytes([key]) * 32, [blocks], state, draft)])
+        self.tier.put()
         eventually(lambda: self.tier.shelf.is_quiet)
 
     def load(self, *pages: tuple[int, list[int]]) -> int:
@@ -176,7 +177,9 @@ def test_a_step_is_saved_before_the_one_before_it_has_reached_the_host(
     monkeypatch.setattr(moved.tier.shelf._sealing, "submit", waiting.append)
     for key in (1, 3):
         moved.tier.save([PageSave(bytes([key + more]) * 32, [[0, 1, 2, 3]]) for more in range(2)])
+        moved.tier.put()
     moved.tier.save([PageSave(bytes([5]) * 32, [[0, 1, 2, 3]])])
+    moved.tier.put()
     for call in waiting:
         call()
     eventually(lambda: moved.tier.shelf.is_quiet)
