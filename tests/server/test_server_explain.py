@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.served import QUESTION, SMALL, STORY, Served, eventually, serving
+from tests.support.served import ENDLESS, FOREVER, QUESTION, SMALL, STORY, Served, eventually, serving
 
 KEYS = "ann:key-of-ann\nbob:key-of-bob\nroot:key-of-root admin=1\n"
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -157,9 +157,9 @@ def test_waits_are_in_the_metrics(served: Served) -> None:
 def test_the_log_has_the_waits_of_clients_that_left_and_of_answers_that_a_stop_string_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     options = ("--max-batch-requests", "1", "--log-requests", "summary")
-    with serving(*SMALL, *options, log=log) as served, ThreadPoolExecutor() as pool:
+    with serving(*ENDLESS, *options, log=log) as served, ThreadPoolExecutor() as pool:
         text = ask(served, "whole", max_tokens=40, seed=1).choices[0].text
-        first = served.client().completions.create(**STORY, prompt="Once", stream=True)
+        first = served.client().completions.create(**FOREVER, prompt="Once", stream=True)
         next(iter(first))
         body = json.dumps({**STORY, "prompt": "Once", "extra_body": None}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-request-id: left\r\nContent-Length: {len(body)}"

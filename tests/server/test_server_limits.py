@@ -22,7 +22,7 @@ from kvern.server.key_limits import KeyLimits
 from kvern.server.keys import ApiKey, KeyRing, client_of
 from kvern.server.service import Admission
 from kvern.serving.client import EngineClient
-from tests.support.served import KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
+from tests.support.served import ENDLESS, FOREVER, KEY, PATIENCE, SMALL, STORY, Served, eventually, serving
 
 LONG: dict[str, Any] = STORY | {"max_tokens": 450}
 ONE_SLOT = ("--max-batch-requests", "1")
@@ -186,7 +186,7 @@ def test_keys_that_share_their_caches_and_chunks_of_several_tokens() -> None:
 def test_request_ids_and_logs(tmp_path: Path) -> None:
     log = tmp_path / "log"
     secret = "a secret that nobody may read"
-    with serving(*SMALL, "--log-requests", "summary", "--api-key", f"alice:{KEY}", log=log) as served:
+    with serving(*ENDLESS, "--log-requests", "summary", "--api-key", f"alice:{KEY}", log=log) as served:
         client = served.client()
         answer = client.completions.with_raw_response.create(
             model="kvern-1m", prompt=secret, max_tokens=1, extra_headers={"x-request-id": "mine-1"}
@@ -199,7 +199,7 @@ def test_request_ids_and_logs(tmp_path: Path) -> None:
         for path, key, status in (("/health", None, 200), ("/ready", KEY, 200), ("/ready", None, 401)):
             assert served.raw("GET", path, key=key)[0] == status
         assert served.raw("GET", "/v1/models", key="wrong")[0] == 401
-        stream = client.completions.create(stream=True, prompt="Once", **LONG)
+        stream = client.completions.create(stream=True, prompt="Once", **FOREVER)
         next(iter(stream))
         stream.close()
         eventually(lambda: served.figure("http_requests_total", key="alice", status="200") == 2)
@@ -292,12 +292,12 @@ def test_bad_options_are_one_line(arguments: list[str], said: str, capsys: pytes
 
 
 def test_figures_for_prometheus() -> None:
-    with serving(*SMALL, "--max-model-len", "2048", "--max-batch-requests", "4") as served:
+    with serving(*ENDLESS, "--max-batch-requests", "4") as served:
         client = served.client()
         asked: dict[str, Any] = {"model": "kvern-1m", "extra_body": {"ignore_eos": True}}
         for prompt in ("Once upon a time there was a fox", "Once upon a time there was a fox"):
             client.completions.create(**asked, prompt=prompt, max_tokens=8)
-        stream = client.completions.create(prompt="Once", stream=True, max_tokens=2000, **asked)
+        stream = client.completions.create(prompt="Once", stream=True, **FOREVER)
         next(iter(stream))
         eventually(lambda: served.figure("num_requests_running") == 1)
         assert 0 < served.figure("kv_cache_usage_perc") < 1

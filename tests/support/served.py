@@ -169,6 +169,11 @@ SMALL = ("kvern-1m", "--threads", "1", "--max-model-len", "512", "--dtype", "flo
 
 STORY: dict[str, Any] = {"model": "kvern-1m", "max_tokens": 300, "temperature": 0.8, "extra_body": {"ignore_eos": True}}
 
+ENDLESS = (*SMALL, "--hf-overrides", '{"max_position_embeddings": 1000000}', "--max-model-len", "200000")
+"""A server on which an answer of `FOREVER` lasts for minutes on any machine: it runs until its client leaves."""
+
+FOREVER: dict[str, Any] = STORY | {"max_tokens": 190_000}
+
 
 @contextlib.contextmanager
 def serving(*arguments: str, log: Path | None = None) -> Iterator[Served]:
