@@ -25,6 +25,7 @@ from kvern.engine.loop import EngineLoop, refused
 from kvern.engine.step_ring import make_ring, ring_path
 from kvern.engine.step_watch import SHORTEST_SILENCE, RunningFile, StepWatch
 from kvern.errors import KvernError, in_a_line
+from kvern.io.interpreter import settle
 from kvern.io.sockets import connect
 from kvern.models.folder import folder_here
 from kvern.request.events import TokenEvent
@@ -122,8 +123,7 @@ def main(address: str, running: str, parent: int) -> int:
     except KvernError as error:
         socket.send(encode(Failed(str(error))))
         return 2
-    gc.freeze()  # what is there now stays: collections need not look at it
-    gc.enable()
+    settle()
     facts = facts_of(config, spec, layout, folder)
     ready = ready_with(config, layout, core, str(startup), facts)
     ready.steps_file = "" if watch.ring is None else str(watch.ring.path)

@@ -3,7 +3,6 @@
 It serves the process PARENT, that of the first rank, which started it, and ends when that has.
 """
 
-import gc
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ import zmq
 from kvern.config import EngineConfig
 from kvern.drafting.models.choice import draft_folder
 from kvern.errors import KvernError
+from kvern.io.interpreter import settle
 from kvern.io.sockets import connect
 from kvern.models.folder import folder_here
 from kvern.models.implementation import describe_model
@@ -101,7 +101,7 @@ def main(address: str, parent: int, run: "Callable[[zmq.Socket[bytes], Rank], No
     connect(socket, address)
     try:
         rank = _make_rank(socket)
-        gc.freeze()  # what is there now stays: collections need not look at it
+        settle()
         run(socket, rank)
     except KvernError as error:
         logger.error("a rank ends: %s", error)  # the first one may be busy, and end without having read it
