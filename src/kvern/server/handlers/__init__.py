@@ -2,5 +2,5 @@
 
 A file for each API. Bodies are read and answers are written by `kvern.api`; what all handlers share is in
 `server/service.py`. To add an API: a file here, one in `kvern/api/`, a route in `server/app.py` and its description
-in `server/openapi.py`. Begin with `completions.py`.
+in `server/openapi.toml`. Begin with `completions.py`.
 """
