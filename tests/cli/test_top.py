@@ -45,6 +45,10 @@ kvern:kv_cache_usage_perc{engine="0",model_name="big"} 0.5
 kvern:model_state{model_name="asleep one"} 1.0
 kvern:http_requests_total{key="me",model_name="other",status="200"} 1.0
 """
+SERVERS = [
+    {"model": "big", "prefill_server": "a:1", "ready": True, "computed_prompts": 12, "computed_tokens": 98304},
+    {"model": "big", "prefill_server": "b:1", "ready": False, "reason": "it does not answer", "failed_prompts": 3},
+]
 VERDICT = {"cause": "rows", "share": 0.7, "evidence": "2 requests wait", "action": "more rows"}
 
 
@@ -66,7 +70,7 @@ class Canned(RemoteServer):
             told = [{"model": "big", "engine": "0", "ready": True, "verdict": VERDICT, "oldest_requests": requests}]
             told.append({**told[0], "engine": "1", "verdict": None, "oldest_requests": []})
             self.tokens.pop(0)
-            return json.dumps({"data": told}).encode()
+            return json.dumps({"data": told, "prefill_servers": SERVERS}).encode()
         return METRICS.replace("TOKENS", str(self.tokens[0])).encode()
 
 
@@ -85,6 +89,9 @@ def test_engines_and_models_are_rows() -> None:
         ["asleep one", "asleep", "0", "0"],
     ]
     assert cells(top)[0][6:] == ["50%", "", "70 / 150", "98%"]
+    servers = [*top.tables()][1]
+    rows = zip(*(map(str, column.cells) for column in servers.columns), strict=True)
+    assert [*rows] == [("a:1", "ready", "0", "12", "98,304", "0"), ("b:1", "not ready: it does not answer", *"0003")]
     assert list(top.lines()) == ["big 0: 2 requests wait (70% of the time): more rows"]
 
 
@@ -176,7 +183,7 @@ def test_the_line_says_what_is_wrong() -> None:
     for content, wrong in (b'{"data": [{}]}', "`model`"), (b"{}", "`data`"), (b"<html>", "malformed"):
         with pytest.raises(ConfigError, match=wrong):
             read_states(content)
-    assert read_states(b'{"data": [{"model": "a", "new": 1}]}')[0].engine == ""
+    assert read_states(b'{"data": [{"model": "a", "new": 1}]}').data[0].engine == ""
 
 
 def canned(answer: bytes) -> Iterator[str]:

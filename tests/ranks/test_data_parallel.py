@@ -291,6 +291,25 @@ def test_a_model_of_another_name_is_answered_with_the_names(
     assert "no engines are those of alias: models with several are tiny, other; name one" in said
 
 
+def test_prefill_servers_are_listed_with_what_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = {"computed_prompts": 2, "computed_tokens": 600, "failed_prompts": 1}
+    servers = [
+        {"prefill_server": "a:1", "ready": True, **counts},
+        {"prefill_server": "b:1", "ready": False, "reason": "it does not answer", **counts},
+    ]
+    told = {"ready": True, "prefill_servers": servers, "waits_for": ["prefill server b:1: it does not\x1b answer"]}
+    monkeypatch.setattr("kvern.cli.remote.RemoteServer.ask", lambda self, path: told)
+    assert main(["engines"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "0: takes requests",
+        "prefill server a:1: takes prompts; computed 2 of 600 tokens, failed 1",
+        "prefill server b:1: takes no prompts: it does not answer; computed 2 of 600 tokens, failed 1",
+        "waits for prefill server b:1: it does not  answer",
+    ]
+
+
 def refuses_engines_to_some_and_the_last_to_all(served: Served) -> None:
     for what in ("add_engine", "remove_engine"):
         status, answer = asked(served, what, f"{KEY}-user", engine="0")

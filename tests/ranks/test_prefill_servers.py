@@ -80,7 +80,9 @@ def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
 ) -> None:
     """Without the other, with it, while it is stopped, when it was killed, and when it is back."""
     status, _, told = decode.raw("GET", "/ready")
-    assert status == 200 and "no prefill server answers" in str(told)
+    assert status == 200 and "no prefill server answers" in told["degraded"]
+    assert [one["ready"] for one in told["prefill_servers"]] == [False]
+    assert told["waits_for"][0].startswith(f"prefill server {address}: ")
     assert ask(decode, 0, temperature=0) and not handed(decode)
     with prefilling(options, address) as prefill:
         eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
@@ -91,6 +93,10 @@ def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
             assert handed(decode) == before + (kind != "adapted")
             assert found == ask(prefill, number, **params)
             loaded = decode.figure("tier_hit_tokens_total", store="nixl")
+        [state] = decode.raw("GET", "/v1/engines")[2]["prefill_servers"]
+        assert state["ready"] and state["prefill_server"] == address and not state["failed_prompts"]
+        assert state["computed_prompts"] == handed(decode) and state["computed_tokens"] == 300 * handed(decode)
+        assert "waits_for" not in decode.raw("GET", "/ready")[2]
         assert loaded >= 256
         before = handed(decode)
         ask(decode, 1, temperature=0)  # it is cached here

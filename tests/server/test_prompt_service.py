@@ -193,6 +193,36 @@ def test_a_start_that_failed_fails_again_and_then_listens() -> None:
     asyncio.run(run())
 
 
+def test_a_prompt_that_cannot_be_computed_fails_with_the_reason() -> None:
+    async def run() -> None:
+        engines = Engines()
+
+        async def broken(spec: RequestSpec) -> None:
+            raise RuntimeError("a fault of the test")
+
+        async with listening(engines) as (service, peer, _):
+            await peer.say(START)
+            assert isinstance(await peer.hears(), Ready)
+            long, strange = (
+                AddRequest(RequestSpec(name, PromptInput(tokens), ResolvedParams(), 1))
+                for name, tokens in (("long", [1] * 100), ("strange", [1, 100]))
+            )
+            service._compute = broken
+            for asked, reason in (
+                (long, "it has 100 tokens, and the context 100"),
+                (strange, "outside of the vocabulary of 100"),
+                (prompt("p"), "RuntimeError: a fault of the test"),
+            ):
+                await peer.say(asked)
+                said = await peer.hears()
+                assert isinstance(said, Events)
+                [event] = said.events
+                assert event.request_id == f"{asked.spec.request_id}#0" and event.finish_reason == "abort"
+                assert reason in str(event.stop_reason)
+
+    asyncio.run(run())
+
+
 class PrefillingPeer:
     """A prefill server of which the test says what it says."""
 
@@ -245,6 +275,48 @@ def test_a_prefill_server_changes_no_answers(tiny_model: Path) -> None:
             assert [answer.token_ids for answer in generation.output.outputs] == [[]]
             assert not generation.output.finished and generation.error is None
         assert not server.workload.running and not again and computed.empty()
+        await server.stop()
+        peer.socket.close()
+
+    asyncio.run(run())
+
+
+def test_what_a_prefill_server_computed_and_failed_is_told(tiny_model: Path) -> None:
+    async def run() -> None:
+        address = f"127.0.0.1:{free_port()}"
+        peer = PrefillingPeer(address)
+        outputs, again = OutputProcessor(Tokenizer(tiny_model)), asyncio.Queue[Generation]()
+        computed = asyncio.Queue[Generation]()
+        server = PrefillServer(address, outputs, Turns(), Metrics("m"), again.put_nowait, computed.put_nowait)
+        assert server.waits_for == server.state["reason"] == "it has not answered yet"
+        server.start(READY.pages)
+        await peer.greet()
+        async with asyncio.timeout(WORD_SECONDS):
+            while server.waits_for:
+                await asyncio.sleep(0)
+        generations = []
+        for name in ("1-1", "1-2", "1-3"):
+            spec = prompt(name).spec
+            generations.append(Generation(outputs.add(None, spec), spec, asyncio.Event(), 0.0, False))
+            generations[-1].hands_over = True
+            server.workload.take(generations[-1])
+        told = [
+            TokenEvent("1-1#0", finish_reason="length"),
+            TokenEvent("1-2#0", finish_reason="abort", stop_reason="its context is shorter"),
+        ]
+        await peer.say(Events(told, EngineStatistics(), 0.0))
+        async with asyncio.timeout(WORD_SECONDS):
+            assert await computed.get() is generations[0] and await again.get() is generations[1]
+        del server.workload.running["1-2"]  # as whoever gives it to another engine does
+        counts = {"computed_prompts": 1, "computed_tokens": 3, "failed_prompts": 1}
+        assert server.state == {"prefill_server": address, "ready": True, "running": 1, **counts}
+        assert server.workload.fate.endswith("did not compute its prompt: 'its context is shorter'")
+        await peer.say(Failed("it ends, as valkey://me:secret@there says\nso"))
+        async with asyncio.timeout(WORD_SECONDS):
+            assert await again.get() is generations[2]
+        reason = "it ends, as valkey://me:***@there says so"
+        assert server.state["reason"] == reason and server.state["failed_prompts"] == 2
+        assert server.waits_for.startswith(f"{reason}; it is tried again in ")
         await server.stop()
         peer.socket.close()
 

@@ -1,6 +1,6 @@
 // The engine's figures of the last two minutes, read every second while somebody looks.
 import { useEffect, useState } from "preact/hooks";
-import { Facts, Stores, Version } from "./facts.jsx";
+import { Facts, PrefillServers, Stores, Version } from "./facts.jsx";
 import { NONE, number, percent, seconds } from "./format.js";
 import { SECONDS, parse, point, restarted } from "./metrics.js";
 import { engines, metrics } from "./server.js";
@@ -41,12 +41,12 @@ const TOTALS = {
 };
 
 export function Engine({ shown }) {
-  const [{ readings, points, failure, told }, setState] = useState({ readings: [], points: [] });
+  const [{ readings, points, failure, told, servers }, setState] = useState({ readings: [], points: [] });
   const [pointed, setPointed] = useState(null);
   usePolling(shown, async (signal) => {
     try {
-      const [text, told] = await Promise.all([metrics(signal), engines(signal)]);
-      setState((state) => ({ ...grown(state, parse(text, performance.now() / 1000)), told }));
+      const [text, { data, prefill_servers: servers = [] }] = await Promise.all([metrics(signal), engines(signal)]);
+      setState((state) => ({ ...grown(state, parse(text, performance.now() / 1000)), told: data, servers }));
     } catch (error) {
       const failure = [403, 404].includes(error.status) ? "This server has no metrics, or they are not for this key: those with admin=1 or metrics=1 may read them." : error.message;
       if (!signal.aborted) setState((state) => ({ ...state, failure }));
@@ -68,6 +68,7 @@ export function Engine({ shown }) {
     <div class="engine">
       <Facts />
       <Stores stores={readings.at(-1).stores} />
+      <PrefillServers servers={servers} />
       <Verdicts verdicts={told.filter(({ verdict }) => verdict)} />
       <Parts engines={told.filter(({ step_parts }) => step_parts?.length)} />
       <h2>Figures</h2>

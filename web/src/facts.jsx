@@ -72,6 +72,29 @@ export function Stores({ stores }) {
   ));
 }
 
+/** Of the servers that compute prompts for this one: whether they take some, and what became of them. */
+export function PrefillServers({ servers }) {
+  return servers.map((one) => (
+    <section key={`${one.model} ${one.prefill_server}`} class="facts server">
+      <h2>Prefill server {one.prefill_server}</h2>
+      <dl>
+        {[
+          ["state", one.ready ? "takes prompts" : `takes no prompts: ${one.reason}`],
+          ["prompts running", count(one.running)],
+          ["prompts computed", count(one.computed_prompts)],
+          ["tokens of these", count(one.computed_tokens)],
+          ["prompts failed", count(one.failed_prompts)],
+        ].map(([label, value]) => (
+          <div key={label}>
+            <dt>{label}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+    </section>
+  ));
+}
+
 const storeFacts = (figures) =>
   [
     ["state", figures.is_on ? "on" : "off, since it failed"],

@@ -48,8 +48,8 @@ const post = (path, body, signal) =>
 
 export const metrics = async (signal) => (await request("metrics", { signal })).text();
 
-/** Each engine, with the verdict on its last seconds. */
-export const engines = async (signal) => (await (await request("v1/engines", { signal })).json()).data;
+/** Each engine as `data`, with the verdict on its last seconds, and the prefill servers, if there are any. */
+export const engines = async (signal) => (await request("v1/engines", { signal })).json();
 
 /** The number of tokens that a request's prompt has. */
 export const countTokens = async ({ model, messages, tools }, signal) =>

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
-from kvern.cli.remote import RemoteServer
+from kvern.cli.remote import RemoteServer, printable
 from kvern.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class EnginesCommand:
-    """List the engines of a running server, add one, remove one or restart all. All but list need an API key with
-    admin=1."""
+    """List the engines of a running server and the prefill servers that it asks, add an engine, remove one or restart
+    all. All but list need an API key with admin=1."""
 
     action: tyro.conf.Positional[Literal["list", "add", "remove", "restart"]] = "list"
     """add: start another engine on a free GPU or free processor cores; remove: end one; restart: end each and start
@@ -40,15 +40,24 @@ class EnginesCommand:
             )
         server = RemoteServer(self.base_url, self.api_key)
         if self.action == "list":
-            told = server.ask("/ready")
-            for one in told.get("engines", [{"engine": "0", "ready": told["ready"]}]):
-                sys.stdout.write(f"{one['engine']}: {'takes requests' if one['ready'] else 'takes no requests'}\n")
+            self._list(server.ask("/ready"))
             return 0
         if self.action == "restart":
             self._restart(server)
         else:
             self._change(server, self.action, self.engine)
         return 0
+
+    def _list(self, told: dict[str, Any]) -> None:
+        for one in told.get("engines", [{"engine": "0", "ready": told["ready"]}]):
+            sys.stdout.write(f"{one['engine']}: {'takes requests' if one['ready'] else 'takes no requests'}\n")
+        for one in told.get("prefill_servers", []):
+            state = "takes prompts" if one["ready"] else f"takes no prompts: {one['reason']}"
+            computed = f"computed {one['computed_prompts']} of {one['computed_tokens']} tokens"
+            name, failed = f"prefill server {one['prefill_server']}", one["failed_prompts"]
+            sys.stdout.write(f"{printable(f'{name}: {state}; {computed}, failed {failed}')}\n")
+        for said in told.get("waits_for", []):
+            sys.stdout.write(f"waits for {printable(said)}\n")
 
     def _change(self, server: RemoteServer, action: str, engine: str | None) -> None:
         body = {"model": self.model, "engine": engine, "grace_seconds": self.grace_seconds}

@@ -85,10 +85,23 @@ class EngineState(msgspec.Struct):
     steps_file: str | None = None
 
 
+class SaidServer(msgspec.Struct):
+    """A server that computes prompts for the one that is watched."""
+
+    prefill_server: str
+    ready: bool = False
+    reason: str = ""
+    running: int = 0
+    computed_prompts: int = 0
+    computed_tokens: int = 0
+    failed_prompts: int = 0
+
+
 class EngineStates(msgspec.Struct):
     """The answer of /v1/engines."""
 
     data: list[EngineState]
+    prefill_servers: list[SaidServer] = []
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,7 @@ class Reading:
     time: float
     figures: dict[EngineName, dict[str, float]]
     told: Sequence[EngineState] = ()
+    servers: Sequence[SaidServer] = ()
 
 
 @dataclass(frozen=True)
@@ -167,13 +181,13 @@ class Top:
         """Reads the server's figures anew."""
         try:
             figures = read_figures(self.server.read("/metrics").decode(errors="replace"))
-            told = read_states(self.server.read("/v1/engines"))
+            states = read_states(self.server.read("/v1/engines"))
         except ConfigError as error:
             self.failure = printable(str(error))
             self._seen = self._seen[-1:]
             return
         self.failure = None
-        self._seen = [*self._seen[-1:], Reading(time.monotonic(), figures, told)]
+        self._seen = [*self._seen[-1:], Reading(time.monotonic(), figures, states.data, states.prefill_servers)]
 
     def tables(self) -> Iterator[Table]:
         """Yields the engines, and the oldest requests; nothing before the first reading."""
@@ -186,6 +200,8 @@ class Top:
         for name, figures in now.figures.items():
             table.add_row(*row_of(name, figures, before.figures.get(name, {}), now.time - before.time))
         yield table
+        if now.servers:
+            yield table_of_servers(now.servers)
         requests = make_table("oldest requests", "model", "seconds", "tokens", words=("model",))
         for one in now.told:
             for request in one.oldest_requests:
@@ -244,16 +260,27 @@ def table_of_parts(name: str, kind: SaidStep) -> Table:
     return table
 
 
+def table_of_servers(servers: Sequence[SaidServer]) -> Table:
+    """Returns the servers that compute prompts for the one that is watched, and what became of these."""
+    words = ("state",)
+    table = make_table("prefill server", "state", "run", "computed", "tokens", "failed", words=words)
+    for one in servers:
+        state = READY[True] if one.ready else f"{READY[False]}: {one.reason}"
+        counts = one.running, one.computed_prompts, one.computed_tokens, one.failed_prompts
+        table.add_row(printable(one.prefill_server), printable(state), *(f"{count:,}" for count in counts))
+    return table
+
+
 def shown(one: EngineState, told: Sequence[EngineState]) -> str:
     """Returns an engine's name: its model's, with its number if the model has several."""
     siblings = sum(other.model == one.model for other in told)
     return printable(f"{one.model} {one.engine}" if siblings > 1 else one.model)
 
 
-def read_states(content: bytes) -> list[EngineState]:
+def read_states(content: bytes) -> EngineStates:
     """Returns the states in an answer of /v1/engines. Raises ConfigError."""
     try:
-        return msgspec.json.decode(content, type=EngineStates).data
+        return msgspec.json.decode(content, type=EngineStates)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ConfigError(f"/v1/engines does not answer as kvern serve does: {in_a_line(error)}") from error
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvern.api.errors import HttpError
-from kvern.errors import KvernError
+from kvern.errors import KvernError, without_passwords
 from kvern.plugins import imported
 from kvern.server.apis import Apis
 from kvern.server.config import ServerConfig
@@ -121,13 +121,17 @@ class Server:
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: every model has an engine that takes requests."""
-        trouble, several = self.service.trouble, self.service.replicas
-        told = {"engines": several} if several else {}
-        if trouble is None:
-            degraded = self.service.degraded
-            return json_response({"ready": True, **({"degraded": degraded} if degraded else {}), **told})
-        return json_response({"ready": False, "reason": trouble, **told}, 503)
+        """GET /ready: every model has an engine that takes requests; else why not, and what it waits for."""
+        trouble, service = self.service.trouble, self.service
+        told = {
+            "reason": trouble and without_passwords(" ".join(trouble.split())),
+            "degraded": None if trouble else service.degraded,
+            "waits_for": service.waits_for,
+            "engines": service.replicas,
+            "prefill_servers": service.prefill_servers,
+        }
+        known = {name: value for name, value in told.items() if value}
+        return json_response({"ready": trouble is None, **known}, 503 if trouble else 200)
 
     async def ping(self, request: Request) -> Response:
         """GET or POST /ping: as /ready, for clients without a key, without the reason."""
@@ -142,7 +146,8 @@ class Server:
         """GET /v1/engines: the state of each engine, with the verdict on its last seconds, and the CPU time."""
         self._check_watcher(request)
         seconds = time.process_time() if self._figures_of_all is None else None
-        return json_response({"object": "list", "data": self.service.states(), "processor_seconds": seconds})
+        servers = {"prefill_servers": found} if (found := self.service.prefill_servers) else {}
+        return json_response({"object": "list", "data": self.service.states(), **servers, "processor_seconds": seconds})
 
     async def version(self, request: Request) -> Response:
         """GET /version: the version of kvern."""

@@ -325,6 +325,18 @@ class Service:
         return [{"model": one.models[0], **replica.state} for one in several for replica in one.client.replicas]
 
     @property
+    def prefill_servers(self) -> list[dict[str, object]]:
+        """The states of the servers that compute prompts for models here."""
+        return [
+            {"model": one.models[0], **state} for one in self.engines for state in one.client.replicas.prefill_servers
+        ]
+
+    @property
+    def waits_for(self) -> list[str]:
+        """What has to come before everything works, for people."""
+        return [said for one in self.engines for said in one.client.replicas.waits_for]
+
+    @property
     def degraded(self) -> str | None:
         """The reason why something works less well than it should, though all models have engines; None: all works."""
         return next((found for one in self.engines if (found := one.client.replicas.degraded) is not None), None)

@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import zmq
 import zmq.asyncio
 
 from kvern.engine.output import OutputProcessor
-from kvern.errors import KvernError, in_a_line
+from kvern.errors import KvernError, in_a_line, shown, without_passwords
 from kvern.observe.metrics import Metrics
 from kvern.request.events import TokenEvent
 from kvern.serving.prefix_index import EnginePrefixes, PrefixIndex
@@ -56,6 +57,11 @@ class PrefillServer:
         self._socket: zmq.asyncio.Socket | None = None
         self._ready: Ready | None = None
         self._task: asyncio.Task[None] | None = None
+        self._reason = "it has not answered yet"
+        self._next_try = 0.0
+        self._prompts = 0
+        self._tokens = 0
+        self._failed = 0
         self.workload = Workload(self, outputs, Probation(), turns, metrics, EnginePrefixes(PrefixIndex(), -1))
         self.workload.engine = option
         self.workload.handed_over = computed
@@ -64,6 +70,31 @@ class PrefillServer:
     def is_ready(self) -> bool:
         """It takes prompts."""
         return self._ready is not None
+
+    @property
+    def waits_for(self) -> str:
+        """What has to come before it takes prompts, for people; empty: it does."""
+        if self.is_ready:
+            return ""
+        seconds = self._next_try - time.monotonic()
+        return f"{self._reason}{f'; it is tried again in {seconds:.0f} s' if seconds > 0 else ''}"
+
+    @property
+    def state(self) -> dict[str, object]:
+        """Its address, whether it takes prompts, else why not, and what became of those that it got, for people.
+
+        `computed_tokens` are those of the prompts that it computed, cached ones, too; prompts that it `failed` were
+        given to engines here.
+        """
+        return {
+            "prefill_server": self.name,
+            "ready": self.is_ready,
+            **({} if self.is_ready else {"reason": self._reason}),
+            "running": len(self.workload.running),
+            "computed_prompts": self._prompts,
+            "computed_tokens": self._tokens,
+            "failed_prompts": self._failed,
+        }
 
     @property
     def sequences(self) -> int:
@@ -112,10 +143,11 @@ class PrefillServer:
                 self._socket = None
             wait = 1.0 if self.is_ready else min(LONGEST_WAIT, 2 * wait)
             self._ready = None
+            self._reason = without_passwords(" ".join(reason.split()))
+            self._next_try = time.monotonic() + wait
             logger.warning("the prefill server %s is gone: %s; it is tried again in %g s", self.name, reason, wait)
-            self.workload.fate = f"the prefill server {self.name} is gone"
             for generation in list(self.workload.running.values()):
-                self._again(generation)
+                self._give_back(generation, "is gone")
             await asyncio.sleep(wait)
 
     async def _talk(self) -> None:
@@ -135,8 +167,21 @@ class PrefillServer:
             elif isinstance(message, Events):
                 self._computed(message.events)
 
+    def _give_back(self, generation: Generation, why: str) -> None:
+        self._failed += 1
+        self.workload.fate = f"the prefill server {self.name} {why}"
+        self._again(generation)
+
     def _computed(self, events: Sequence[TokenEvent]) -> None:
-        """Has answers begin whose prompts were asked there and have ended; nothing else that it says is of use."""
-        ended = dict.fromkeys(generation_id(event.request_id) for event in events if event.finish_reason == "length")
-        asked = [name for name in ended if name in self.workload.running]
-        self.workload.deliver([TokenEvent(f"{name}#0", finish_reason="length") for name in asked])
+        """Has answers begin whose prompts were asked there and have ended, or failed with a reason; nothing else that
+        it says is of use."""
+        for event in events:
+            name = generation_id(event.request_id)
+            if (generation := self.workload.running.get(name)) is None:
+                continue
+            if event.finish_reason == "length":
+                self._prompts += 1
+                self._tokens += generation.spec.prompt_length
+                self.workload.deliver([TokenEvent(f"{name}#0", finish_reason="length")])
+            elif event.finish_reason == "abort" and isinstance(event.stop_reason, str):
+                self._give_back(generation, f"did not compute its prompt: {shown(event.stop_reason)}")

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError, KvernError
+from kvern.errors import ConfigError, InvalidRequest, KvernError, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import RequestSpec
 from kvern.serving.prefill_servers import prompts_address
@@ -169,14 +169,24 @@ class PromptService:
         self._peers.add(peer)
         await self._send(peer, ready)
 
+    def _check(self, spec: RequestSpec) -> None:
+        """Raises InvalidRequest if engines here cannot compute a prompt."""
+        ready = self._ready()
+        if len(spec.prompt) >= ready.max_model_len:
+            raise InvalidRequest(f"it has {len(spec.prompt)} tokens, and the context {ready.max_model_len}")
+        if not all(0 <= token < ready.model.vocab_size for token in spec.prompt.token_ids):
+            raise InvalidRequest(f"it has tokens outside of the vocabulary of {ready.model.vocab_size}")
+
     async def _answer(self, peer: bytes, name: str, spec: RequestSpec) -> None:
-        """Computes a prompt, and says so in any case: whoever asked computes what it does not find."""
-        try:
-            ready = self._ready()
-            fits = len(spec.prompt) < ready.max_model_len
-            if fits and all(0 <= token < ready.model.vocab_size for token in spec.prompt.token_ids):
-                await self._compute(msgspec.structs.replace(spec.prompt_alone(), request_id=f"{peer.hex()}-{name}"))
-        except KvernError as error:
-            logger.warning("a prompt of another server is not computed: %s", error)
+        """Computes a prompt, and says that it has, or why not."""
         ended = TokenEvent(f"{name}#0", finish_reason="length")
+        try:
+            self._check(spec)
+            await self._compute(msgspec.structs.replace(spec.prompt_alone(), request_id=f"{peer.hex()}-{name}"))
+        except Exception as error:
+            if not isinstance(error, KvernError):
+                logger.exception("a prompt of another server meets a fault")
+            reason = in_a_line(error)
+            logger.warning("a prompt of another server is not computed: %s", reason)
+            ended = TokenEvent(f"{name}#0", finish_reason="abort", stop_reason=reason)
         await self._send(peer, Events([ended], EngineStatistics(), 0.0))

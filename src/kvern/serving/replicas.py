@@ -157,6 +157,18 @@ class Replicas:
         return "no prefill engine takes requests: decode engines compute all prompts"
 
     @property
+    def waits_for(self) -> list[str]:
+        """What has to come before all engines and prefill servers work, for people; empty: they do, or rest."""
+        engines = [(f"engine {one.name}", one.supervisor.waits_for) for one in self._staying]
+        servers = [(f"prefill server {one.name}", one.waits_for) for one in self._servers]
+        return [] if self.resting else [f"{name}: {said}" for name, said in (*engines, *servers) if said]
+
+    @property
+    def prefill_servers(self) -> list[dict[str, object]]:
+        """The states of the servers that compute prompts for these engines, see `PrefillServer.state`."""
+        return [server.state for server in self._servers]
+
+    @property
     def unfinished(self) -> int:
         """Answers that have not ended, running or waiting."""
         return len(self.outputs)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvern.config import OPTIONAL, EngineConfig
-from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable
+from kvern.errors import ConfigError, EngineClosed, EngineDied, EngineUnavailable, without_passwords
 from kvern.serving.child import EngineProcess
 from kvern.serving.link import EngineLink
 from kvern.serving.places import Place
@@ -127,6 +127,16 @@ class Supervisor:
             return None
         seconds = max(1.0, self._next_launch - time.monotonic())
         return EngineUnavailable(f"the engine does not stay alive: {self._trouble}", seconds)
+
+    @property
+    def waits_for(self) -> str:
+        """What has to come before an engine takes requests, for people; empty: one does."""
+        if self.is_ready:
+            return ""
+        seconds = self._next_launch - time.monotonic()
+        if seconds <= 0:
+            return "another one loads the model"
+        return without_passwords(f"{' '.join(self._trouble.split())}; another one is started in {seconds:.0f} s")
 
     async def start(self, process: EngineProcess | None = None) -> None:
         """Start an engine, the first one or after a rest, in `process` if it runs already; or wake the one that sleeps.
