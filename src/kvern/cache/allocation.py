@@ -24,6 +24,8 @@ class Allocation:
         self._extensions = extensions
         self.tables = [1, *(extension.tables for extension in extensions)]
         self._pools = [memory.pool, *(extension.pool for extension in extensions)]
+        self._is_alone = not extensions
+        """There is the first block table, and nothing else: what is most frequent goes a short way."""
         last_first = reversed(list(dict.fromkeys(pool for pool in self._pools if pool is not None)))
         self._members = {
             pool: [*(member for member in range(1, len(self._pools)) if self._pools[member] is pool)]
@@ -47,6 +49,8 @@ class Allocation:
 
     def fit(self, needed: Sequence[int], reserve: int = 0) -> bool:
         """True if each member can have as many blocks as it needs, with `reserve` more left for each block table."""
+        if self._is_alone:
+            return needed[0] + reserve <= self._pool.free_count + self._tree.evictable_count
         return all(
             sum(needed[member] for member in members) + reserve * self._tables(pool) <= self.available(pool)
             for pool, members in self._members.items()
@@ -54,6 +58,12 @@ class Allocation:
 
     def take(self, needed: Sequence[int], partial: Node | None = None) -> list[list[int]]:
         """Allocate so many blocks for each member; the heads of the blocks of `partial` will be copied to the first."""
+        if self._is_alone:
+            self._tree.evict(needed[0] - self._pool.free_count)
+            blocks = self._pool.allocate(needed[0])
+            if partial is not None:
+                _keep_in_place(blocks, [(0, [partial.block])])
+            return [blocks]
         sources: list[Sequence[int]] = [()] * len(needed)
         if partial is not None:
             sources = [[partial.block], *(extension.blocks_at(partial) for extension in self._extensions)]

@@ -68,6 +68,11 @@ class BlockPool:
         if count > self.free_count:
             raise IndexError(f"{count} blocks were asked for and {self.free_count} of {self.capacity} are free")
         self.free_count -= count
+        if count == 1 and self._free[0]:
+            block = self._free[0].pop()
+            self._references[block] = 1
+            self.touched_chunks = max(self.touched_chunks, 1)
+            return [block]
         blocks: list[int] = []
         for number, free in enumerate(self._free, 1):
             first = max(0, len(free) + len(blocks) - count)

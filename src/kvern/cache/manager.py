@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvern.cache.allocation import Allocation
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.journal import CacheJournal
-from kvern.cache.keys import contents_of
+from kvern.cache.keys import contents_of, edges_of
 from kvern.cache.radix import CachedPrefix, CacheMemory, Node, RadixCache, SequenceEnd
 from kvern.request.request import Request
 from kvern.request.spans import cut
@@ -330,13 +330,13 @@ class KVCacheManager:
         namespace = self._namespace(request)
         if namespace is None:
             return
-        contents = _contents(request)
-        for index in range(len(request.nodes), full):
-            parent = request.nodes[-1] if request.nodes else None
-            tokens = tuple(contents[index * size : (index + 1) * size])
-            node = self.tree.insert(namespace, parent, tokens, request.block_ids[index], step)
+        nodes = request.nodes
+        first = len(nodes)
+        edges = edges_of(_contents(request)[first * size : full * size], size)
+        for index, edge in enumerate(edges, first):
+            node = self.tree.insert_edge(namespace, nodes[-1] if nodes else None, edge, request.block_ids[index], step)
             self.tree.acquire([node])
-            request.nodes.append(node)
+            nodes.append(node)
             for extension in self.extensions:
                 extension.publish(request, index, node, step)
 

@@ -14,7 +14,7 @@ through a node, so a node's users are at least the sum of its children's. Nodes 
 order of their release, children before parents: its first entry is always a leaf, and evicting is taking that entry.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -137,20 +137,25 @@ class RadixCache:
 
     def insert(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> Node:
         """Return the node of `tokens` under `parent` (None: the root), adding it with `block` if it is new."""
+        return self.insert_edge(namespace, parent, edge_of(tokens), block, step)
+
+    def insert_edge(self, namespace: bytes, parent: Node | None, edge: bytes, block: int, step: int) -> Node:
+        """Return the node of an edge under `parent`, as `insert` does that of its tokens."""
         node = parent if parent is not None else self._roots.get(namespace)
         if node is None:
             node = self._roots[namespace] = Node(None, b"", -1, step)
             node.key = self.root_key(namespace)
-        edge = edge_of(tokens)
         known = node.children.get(edge)
         if known is not None:
             return known
-        position = bisect_left(node.order, edge)
-        if position and edge.startswith(node.order[position - 1]):
-            self._remove(node.children[node.order[position - 1]])  # a partial leaf that the new block contains
+        order = node.order
+        position = bisect_left(order, edge)
+        if position and edge.startswith(order[position - 1]):
+            self._remove(node.children[order[position - 1]])  # a partial leaf that the new block contains
+            position -= 1
         child = Node(node, edge, block, step)
         node.children[edge] = child
-        insort(node.order, edge)
+        order.insert(position, edge)
         self._pool.share([block])
         self._unused[child] = None
         self._size += 1
@@ -166,7 +171,7 @@ class RadixCache:
             position = bisect_left(node.order, edge)
             if position < len(node.order) and node.order[position].startswith(edge):
                 return node.children.get(edge)
-        return self.insert(namespace, parent, tokens, block, step)
+        return self.insert_edge(namespace, parent, edge_of(tokens), block, step)
 
     def root_key(self, namespace: bytes) -> bytes:
         """The content key of a namespace's root."""

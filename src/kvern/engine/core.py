@@ -23,6 +23,7 @@ from kvern.engine.cache_forecast import CacheForecast
 from kvern.engine.core_timing import DEFAULT_TIMING, CoreTiming
 from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.pace import Pace
+from kvern.engine.rows import append_token, queue_seconds, unreported_logprobs
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.stages import ToldStages
 from kvern.engine.step_load import load_of
@@ -31,7 +32,6 @@ from kvern.engine.trial import Trial, computed, reached
 from kvern.errors import in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.layer_times import LayerTimes
-from kvern.request.logprobs import LogprobRows
 from kvern.request.request import FinishReason, Progress, Request, RequestSpec, State, cache_namespace, requests_of
 from kvern.request.step import OUT_OF_TOKENS, ModelRunnerOutput, SchedulerOutput, StepLost
 from kvern.request.weights import WeightsFound, WeightSource, weights_prefix
@@ -516,61 +516,80 @@ class EngineCore(EngineLoop):
         events = []
         if result.reports:
             self.report(result.reports)
+        plain = not (result.broken or result.embeddings or result.guessed or self.scheduler.cache.extensions)
+        size = self.scheduler.cache.block_size
         for index, request in enumerate(requests):
-            if request.state is State.FINISHED:
-                continue  # aborted, or it stopped one step ago
-            request_id = request.request_id
-            item = output.scheduled[index]
+            if request.state is State.FINISHED:  # aborted, or it stopped one step ago
+                continue
             token_ids = result.token_ids[index]
-            request.drafts.guessed_token_ids = result.guessed.get(item.slot, [])
-            prompt_logprobs = _not_yet_reported(request, item.start, result.prompt_logprobs[index])
-            if not token_ids or request.search is not None:
-                if prompt_logprobs is not None:
-                    events.append(TokenEvent(request_id, prompt_logprobs=prompt_logprobs))
-                if token_ids:
-                    self._counted.generation_tokens += 1
-                    events += self._beams.report(request, item.slot, result)
-                continue
-            logprobs = result.logprobs[index]
-            predicted = 0, 0
-            if item.sampled > 1:
-                right = len(token_ids) - 1
-                token_ids = request.until_stop(token_ids)
-                logprobs = logprobs and logprobs[: len(token_ids)]
-                if self.drafting is not None and request_id in self.drafting.verified_predictions:
-                    predicted = min(right, len(token_ids)), item.sampled - 1 - right
-            reason = result.broken.get(item.slot) if len(token_ids) == len(result.token_ids[index]) else None
-            if reason == OUT_OF_TOKENS:
-                token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
-            cut = len(result.token_ids[index]) - len(token_ids) + (reason == OUT_OF_TOKENS)
-            unused = cut if item.sampled > 1 else 0  # of a token that broke the answer the key is a wrong draft's
-            self._counted.generation_tokens += len(token_ids)
-            full = self.scheduler.update(request, token_ids, item.sampled, unused)
-            if reason is not None:
-                ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
-                certain = reason == OUT_OF_TOKENS or item.sampled == 1  # or states may have seen drafts behind it
-                self.scheduler.finish(request, ended, reason or None, keep_cached=certain)
+            if (
+                plain
+                and result.logprobs[index] is None
+                and result.prompt_logprobs[index] is None
+                and append_token(request, output.scheduled[index], token_ids, size)
+            ):
+                self._counted.generation_tokens += 1
+                if (told := request.untold(token_ids, None)) is not None:
+                    events.append(TokenEvent(request.request_id, told[0], cached_tokens=request.answer.cached_tokens))
             else:
-                self._finish_if_stopped(request, token_ids[-1], full)
-            told = request.untold(token_ids, logprobs)
-            if told is None and prompt_logprobs is None:
-                continue
-            events.append(
-                TokenEvent(
-                    request_id,
-                    *(told or ([], None)),
-                    prompt_logprobs,
-                    request.answer.cached_tokens,
-                    request.answer.finish_reason,
-                    request.answer.stop_reason,
-                    _queue_seconds(request) if request.output_length == len(token_ids) else 0.0,
-                    result.embeddings.get(item.slot) if request.spec.embed else None,
-                    predicted_tokens=predicted,
-                    loaded_tokens=request.answer.tell_loaded(),
-                    record=request.answer.record,
-                )
-            )
+                events += self._collect_row(index, request, output, result)
         self._forget_unused()
+        return events
+
+    def _collect_row(
+        self, index: int, request: Request, output: SchedulerOutput, result: ModelRunnerOutput
+    ) -> list[TokenEvent]:
+        """Takes what a step has for one request, which may have drafts, log-probabilities or beams, or end."""
+        events = []
+        item, token_ids = output.scheduled[index], result.token_ids[index]
+        request.drafts.guessed_token_ids = result.guessed.get(item.slot, [])
+        prompt_logprobs = unreported_logprobs(request, item.start, result.prompt_logprobs[index])
+        if not token_ids or request.search is not None:
+            if prompt_logprobs is not None:
+                events.append(TokenEvent(request.request_id, prompt_logprobs=prompt_logprobs))
+            if token_ids:
+                self._counted.generation_tokens += 1
+                events += self._beams.report(request, item.slot, result)
+            return events
+        logprobs = result.logprobs[index]
+        predicted = 0, 0
+        if item.sampled > 1:
+            right = len(token_ids) - 1
+            token_ids = request.until_stop(token_ids)
+            logprobs = logprobs and logprobs[: len(token_ids)]
+            if self.drafting is not None and request.request_id in self.drafting.verified_predictions:
+                predicted = min(right, len(token_ids)), item.sampled - 1 - right
+        reason = result.broken.get(item.slot) if len(token_ids) == len(result.token_ids[index]) else None
+        if reason == OUT_OF_TOKENS:
+            token_ids, logprobs = token_ids[:-1], logprobs and logprobs[:-1]
+        cut = len(result.token_ids[index]) - len(token_ids) + (reason == OUT_OF_TOKENS)
+        unused = cut if item.sampled > 1 else 0  # of a token that broke the answer the key is a wrong draft's
+        self._counted.generation_tokens += len(token_ids)
+        full = self.scheduler.update(request, token_ids, item.sampled, unused)
+        if reason is not None:
+            ended: FinishReason = "length" if reason == OUT_OF_TOKENS else "abort"
+            certain = reason == OUT_OF_TOKENS or item.sampled == 1  # or states may have seen drafts behind it
+            self.scheduler.finish(request, ended, reason or None, keep_cached=certain)
+        else:
+            self._finish_if_stopped(request, token_ids[-1], full)
+        told = request.untold(token_ids, logprobs)
+        if told is None and prompt_logprobs is None:
+            return events
+        events.append(
+            TokenEvent(
+                request.request_id,
+                *(told or ([], None)),
+                prompt_logprobs,
+                request.answer.cached_tokens,
+                request.answer.finish_reason,
+                request.answer.stop_reason,
+                queue_seconds(request) if request.output_length == len(token_ids) else 0.0,
+                result.embeddings.get(item.slot) if request.spec.embed else None,
+                predicted_tokens=predicted,
+                loaded_tokens=request.answer.tell_loaded(),
+                record=request.answer.record,
+            )
+        )
         return events
 
     def _finish_if_stopped(self, request: Request, token_id: int, full: bool) -> None:
@@ -579,22 +598,3 @@ class EngineCore(EngineLoop):
             self.scheduler.finish(request, "stop", token_id)
         elif full:
             self.scheduler.finish(request, "length")
-
-
-def _queue_seconds(request: Request) -> float:
-    """Returns the seconds from the arrival to the first step, those of the record if there is one."""
-    noted = request.answer.log or request.answer.record
-    return request.queue.seconds if noted is None else noted.first_step or 0.0
-
-
-def _not_yet_reported(request: Request, start: int, logprobs: LogprobRows | None) -> LogprobRows | None:
-    """Returns the prompt's log-probabilities that were not computed before a preemption.
-
-    `start` is the position of the first token that was computed, which predicts the next.
-    """
-    if logprobs is None:
-        return None
-    first = max(start + 1, request.params.prompt_logprobs_from)
-    new = logprobs[request.params.prompt_logprobs_from + request.answer.reported_prompt_logprobs - first :]
-    request.answer.reported_prompt_logprobs += len(new)
-    return new or None

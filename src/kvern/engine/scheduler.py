@@ -29,6 +29,7 @@ from kvern.cache.manager import KVCacheManager
 from kvern.drafting.room import Wanted, to_guess, to_verify
 from kvern.engine.queues import Cause, Policy, RunningRequests, WaitingQueue, future_siblings
 from kvern.engine.recorder import Recorder
+from kvern.engine.rows import decode_token
 from kvern.engine.shares import Lacking, Shares, by_owners
 from kvern.engine.stages import decodes, in_turn
 from kvern.engine.step_budget import StepBudget, StepTime
@@ -260,7 +261,11 @@ class Scheduler:
         crowded, self._crowded = self._crowded, None
         kept = 0 if crowded is None or crowded.state is State.FINISHED else self._least(crowded)[1]
         tokens, behind = self.limits.max_batch_tokens - kept, list[Request]()
+        plain = self._wanted is None and not self.cache.extensions
         for request in in_turn(self.running, self.limits.stages, begin):
+            if plain and tokens > 0 and decode_token(request, output, self.cache.block_size):
+                tokens -= 1
+                continue
             remaining = request.remaining_tokens
             if remaining > 1 or (remaining and request.is_before_image):
                 behind.append(request)

@@ -373,14 +373,15 @@ class Request:
         answer = self.answer
         if not answer.gathers:
             return token_ids, logprobs
+        length = len(self.token_ids) - self.prompt_length
         if answer.told >= 0:
             if logprobs is not None:
                 answer.gathered.append(logprobs)
-            if answer.finish_reason is None and self.output_length - answer.told < TOLD_AT_ONCE:
+            if answer.finish_reason is None and length - answer.told < TOLD_AT_ONCE:
                 return None
             token_ids = self.token_ids[self.prompt_length + answer.told :]
             logprobs, answer.gathered = joined(answer.gathered), []
-        answer.told = self.output_length
+        answer.told = length
         return token_ids, logprobs
 
     @property
