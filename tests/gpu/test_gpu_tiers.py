@@ -12,7 +12,8 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.runner.device_page_mover import DeviceMover, Ring
-from kvern.runner.page_mover import HeadGroup, TorchMover
+from kvern.runner.page_groups import HeadGroup
+from kvern.runner.page_mover import TorchMover
 from kvern.tiers.host import HostStore
 from kvern.tiers.page_memory import Piece
 from kvern.tiers.pages import HEADER_BYTES

@@ -8,7 +8,7 @@ import torch
 from kvern.cache.messages import PageLoad, PageSave
 from kvern.runner import device_page_mover
 from kvern.runner.device_page_mover import DeviceMover
-from kvern.runner.page_mover import DRAFTS, STATES, HeadGroup
+from kvern.runner.page_groups import DRAFTS, STATES, HeadGroup
 from kvern.runner.tier import Tier
 from kvern.tiers.host import HostStore
 from kvern.tiers.pages import HEADER_BYTES

@@ -8,7 +8,8 @@ import torch
 
 from kvern.kernels.page_copy import FIRST, SECOND, STEP, PageTable, page_copy
 from kvern.runner.device_page_mover import rows_of_heads
-from kvern.runner.page_mover import HeadGroup, TorchMover
+from kvern.runner.page_groups import HeadGroup
+from kvern.runner.page_mover import TorchMover
 
 BLOCKS, BLOCK = 9, 4
 CACHES = {

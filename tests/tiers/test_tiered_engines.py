@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvern import LLM, SamplingParams
 from kvern.cache.messages import PageSave, Part, TierMessage
 from kvern.errors import ConfigError
-from kvern.ranks.ranks import ALONE
 from kvern.request.request import RequestOptions, State
 from kvern.request.step import SchedulerOutput
 from kvern.runner.tiered import TieredSteps
@@ -79,7 +77,7 @@ def test_a_step_is_started_before_the_host_copies_what_was_packed(fails: bool) -
         if fails:
             raise RuntimeError("as planned")
 
-    steps = TieredSteps(execute, calls, torch.device("cpu"), ALONE)
+    steps = TieredSteps(execute, calls)
     output = SchedulerOutput(1)
     output.extensions[TierMessage.extension] = TierMessage([PageSave(b"key", [[0]])], [], [])
     with pytest.raises(RuntimeError, match="as planned") if fails else nullcontext():

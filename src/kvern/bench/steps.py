@@ -24,6 +24,7 @@ from kvern.version import __version__
 
 if TYPE_CHECKING:
     from kvern.runner.executor import Executor
+    from kvern.runner.tier import Tier
 
 WARM_REQUESTS = 8
 """Requests of `MeasuredEngine.warm`."""
@@ -58,7 +59,7 @@ class RecordedExecutor:
     """Notes what an executor's steps were."""
 
     def __init__(self, executor: "Executor", clock: SteppedClock, timeline: Timeline) -> None:
-        self.tier = None
+        self.tier: Tier | None = None
         self.steps: list[RecordedStep] = []
         self.answers: dict[str, list[int]] = {}
         self.ended = self.busy = 0.0
@@ -169,6 +170,8 @@ def sizes_of(config: EngineConfig, layout: Layout) -> EngineSizes:
         chunked_prefill=config.chunked_prefill,
         continuous=config.batching == "continuous",
         prefix_cache=config.prefix_cache,
+        token_bytes=layout.token_bytes,
+        on_device=layout.device != "cpu",
     )
 
 

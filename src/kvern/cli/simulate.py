@@ -29,6 +29,7 @@ ROWS = {
     "goodput": ",.2f",
     "good_share": ".1%",
     "cache_hit_share": ".1%",
+    "tier_hit_share": ".1%",
     "use": ".1%",
     "preemptions": ",.0f",
 } | {f"p{percent}_{name}_ms": ",.1f" for name in ("ttft", "itl", "e2e") for percent in (50, 90, 99)}
@@ -58,6 +59,10 @@ class SimulateCommand:
     """Number of engines, among which requests are divided as a server divides them."""
     router: str = "server"
     """Choice of an engine: server, or for comparison least, random or round-robin."""
+    kv_cache_tokens: int | None = None
+    """Tokens that fit the KV cache of an engine. None: the record's, or an estimate."""
+    kv_tier: tuple[str, ...] = ()
+    """Stores of the KV cache of each engine: host:SIZE or disk:SIZE, with ?bandwidth=6GB&latency=1ms if known."""
     compare: tuple[str, ...] = ()
     """Conditions beside each other, such as policy=fcfs,sjf or replicas=2,4."""
     slo: str | None = None
@@ -73,7 +78,8 @@ class SimulateCommand:
         """Prints the figures and returns the exit code. Raises KvernError."""
         check_least(self, "seeds")
         from kvern.simulate.report import read_slo
-        from kvern.simulate.study import changed, read_compared, run_once
+        from kvern.simulate.study import changed, read_compared, run_once, tiered
+        from kvern.simulate.tier_options import told
 
         slo = read_slo(self.slo)
         if self.load is None:
@@ -81,10 +87,12 @@ class SimulateCommand:
                 "there is nothing to simulate: give --load, a file or what to draw, like rate=2,requests=1000"
             )
         condition, basis = self._condition()
-        for name in ("policy", "replicas", "router"):
+        for name in ("policy", "replicas", "router", "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None:
                 condition = changed(condition, name, str(value))
+        if self.kv_tier:
+            condition = tiered(condition, self.kv_tier)
         conditions = {"": condition}
         if self.compare:
             conditions = {name: each for text in self.compare for name, each in read_compared(text, condition).items()}
@@ -93,9 +101,10 @@ class SimulateCommand:
             load = loaded(self.load, seed)
             for name, each in conditions.items():
                 found[name].append(run_once(each, load, seed, slo))
+        stores = dict.fromkeys(line for each in conditions.values() for line in told(each.sizes))
+        basis = "; ".join((basis, *stores))
         if self.json:
-            told = {"basis": basis, "runs": found}
-            sys.stdout.write(json.dumps(told, indent=1) + "\n")
+            sys.stdout.write(json.dumps({"basis": basis, "runs": found}, indent=1) + "\n")
         else:
             _print(found, basis)
         return 0
@@ -169,8 +178,9 @@ def loaded(text: str, seed: int) -> list[LoadRequest]:
 def _print(found: dict[str, list[dict[str, Any]]], basis: str) -> None:
     table = make_table("", *(name or "value" for name in found), title="kvern simulate")
     for row, form in ROWS.items():
-        if all(row in run for runs in found.values() for run in runs):
-            table.add_row(row.replace("_", " "), *(_cell([run[row] for run in runs], form) for runs in found.values()))
+        if any(row in runs[0] for runs in found.values()):
+            cells = (_cell([run[row] for run in runs], form) if row in runs[0] else "" for runs in found.values())
+            table.add_row(row.replace("_", " "), *cells)
     print_tables(table)
     print_lines(f"Based on {basis}.")
     if any(run["use"] > SATURATED for runs in found.values() for run in runs):

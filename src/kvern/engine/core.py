@@ -370,7 +370,7 @@ class EngineCore(EngineLoop):
         self._seconds.ended()
         if self._layers is not None:
             self._layers.ended(self.executor.measured())
-        if not output.scheduled and not result.reports and self.scheduler.cache.is_loading:
+        if not (output.scheduled or any(result.reports.values())) and self.scheduler.cache.is_loading:
             self._rest()
         self._pace.ended()
         if self._watch is not None:

@@ -28,7 +28,7 @@ from kvern.device.pinned import Pinnable, Pins
 from kvern.device.transfer import fetch, upload
 from kvern.kernels.page_copy import PageTable, Rows, page_copy
 from kvern.runner.memory import STAGE_BYTES, STAGES
-from kvern.runner.page_mover import HeadGroup
+from kvern.runner.page_groups import HeadGroup
 from kvern.tiers.page_memory import Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES
 

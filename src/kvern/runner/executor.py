@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from kvern.config import EngineConfig
 from kvern.plugins import imported
@@ -169,5 +172,12 @@ def tiered(execute: Execute, tier: "Tier | None", runner: Runner, ranks: Ranks =
 
     execute = computing(execute)
     if tier is not None:
-        execute = TieredSteps(execute, tier, tier.device, ranks).execute
+        agree = None if ranks.processes == 1 else partial(_least, ranks, runner)
+        execute = TieredSteps(execute, tier, agree).execute
     return execute if runner.embeddings is None else EncodedSteps(execute, runner.embeddings, ranks).execute
+
+
+def _least(ranks: Ranks, runner: Runner, counts: list[int]) -> list[int]:
+    """Returns the least of what all ranks have at each place."""
+    found: list[int] = ranks.least(torch.tensor(counts, device=runner.caches[0].device)).tolist()
+    return found

@@ -7,7 +7,7 @@ from itertools import accumulate, islice, takewhile
 
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_page
 from kvern.request.store_figures import StoreFigures
-from kvern.runner.page_mover import DRAFTS, STATES, HeadGroup, PageMover, Place
+from kvern.runner.page_groups import DRAFTS, STATES, HeadGroup, PageMover, Place
 from kvern.tiers.page_memory import PageName, Piece
 from kvern.tiers.pages import HEADER_BYTES, page_names
 from kvern.tiers.shelf import Shelf
@@ -57,7 +57,6 @@ class Tier:
         self._makers = {kind: page_names(identity, kind) for kind in kinds}
         page_blocks = blocks_of_page(block_size)
         self._page_tokens = page_blocks * block_size
-        self.device = mover.groups[0].caches[0].device
         self._counted = mover.groups[0].part
         """The part whose pages count tokens."""
         self._first: defaultdict[Part, list[HeadGroup]] = defaultdict(list)

@@ -17,7 +17,8 @@ from kvern.errors import ConfigError, without_passwords
 from kvern.ranks.ranks import Ranks
 from kvern.runner.cached_model import StateStack
 from kvern.runner.memory import bytes_of_packed
-from kvern.runner.page_mover import DRAFTS, STATES, HeadGroup, PageMover, TorchMover, head_groups, state_groups
+from kvern.runner.page_groups import DRAFTS, STATES, HeadGroup, PageMover
+from kvern.runner.page_mover import TorchMover, head_groups, state_groups
 from kvern.runner.plan import Layout, Plan
 from kvern.runner.tier import Tier
 from kvern.spec.mixers import AttentionSpec, RecurrentSpec

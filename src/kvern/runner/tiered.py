@@ -1,14 +1,18 @@
 """Steps with what goes on beside them: pages of a tier are saved before a step and loaded after it, images encoded."""
 
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvern.cache.messages import ImageMessage, TierMessage
-from kvern.ranks.ranks import Ranks
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
-from kvern.runner.cached_model import EmbeddingSource
 from kvern.runner.tier import Tier
+
+if TYPE_CHECKING:
+    from kvern.ranks.ranks import Ranks
+    from kvern.runner.cached_model import EmbeddingSource
+
+Agree = Callable[[list[int]], list[int]]
+"""Returns the least of what all ranks have at each place of a list."""
 
 NOT_ENDED = -1
 """A number in the place of the count of a load that is on its way."""
@@ -18,12 +22,12 @@ class TieredSteps:
     """Runs steps through `execute`, with their messages to a tier and its reports."""
 
     def __init__(
-        self, execute: Callable[[SchedulerOutput], StepResult], tier: Tier, device: torch.device, ranks: Ranks
+        self, execute: Callable[[SchedulerOutput], StepResult], tier: Tier, agree: Agree | None = None
     ) -> None:
+        """`agree`: None for a rank that is alone."""
         self._execute = execute
         self._tier = tier
-        self._device = device
-        self._ranks = ranks
+        self._agree = agree
         self._counts: dict[int, int] = {}
         """How many leading pages of each load have arrived; NOT_ENDED while it is on its way.
 
@@ -52,15 +56,17 @@ class TieredSteps:
         """The loads that have ended on all ranks, with the least of their counts."""
         self._counts |= {number: count for number, count in self._tier.finished() if number in self._counts}
         counts = list(self._counts.values())
-        if self._ranks.processes > 1:
-            counts = self._ranks.least(torch.tensor(counts, device=self._device)).tolist()
+        if self._agree is not None:
+            counts = self._agree(counts)
         return [pair for pair in zip(self._counts, counts, strict=True) if pair[1] != NOT_ENDED]
 
 
 class EncodedSteps:
     """Runs steps through `execute`, after what they encode, and reports what has been."""
 
-    def __init__(self, execute: Callable[[SchedulerOutput], StepResult], source: EmbeddingSource, ranks: Ranks) -> None:
+    def __init__(
+        self, execute: Callable[[SchedulerOutput], StepResult], source: "EmbeddingSource", ranks: "Ranks"
+    ) -> None:
         self._execute = execute
         self._source = source
         self._ranks = ranks

@@ -6,12 +6,14 @@ LoadRequest --take--> RequestSpec --> EngineCore --> SimulatedExecutor --> Timel
 import math
 import random
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
-from kvern.cache.manager import KVCacheManager
+from kvern.cache.manager import KVCacheManager, MakeExtension
+from kvern.cache.messages import TierIndex, blocks_of_page
+from kvern.cache.tier import TierTraffic
 from kvern.engine.core import EngineCore
 from kvern.engine.core_timing import CoreTiming
 from kvern.engine.pace import Pace
@@ -24,10 +26,12 @@ from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.simulate.executor import Price, SimulatedExecutor, VirtualClock
 from kvern.simulate.leap import Leaps
+from kvern.simulate.tiers import ThreadedClock, TieredExecutor, TierSizes, make_tier, page_sizes
 from kvern.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from kvern.runner.executor import Executor
+    from kvern.runner.tier import Tier
 
 OWN = 1 << 30
 """Tokens from here on are of one request alone; those below stand for the blocks of prompts."""
@@ -47,6 +51,11 @@ class EngineSizes(msgspec.Struct, frozen=True):
     chunked_prefill: bool = True
     continuous: bool = True
     prefix_cache: bool = True
+    token_bytes: int = 0
+    """The bytes of a token's keys and values; 0: nobody knows."""
+    on_device: bool = False
+    """Its KV cache is in the memory of a GPU."""
+    tier: TierSizes | None = None
 
 
 class PaceSizes(msgspec.Struct, frozen=True):
@@ -157,15 +166,19 @@ class Clock(Protocol):
 class StepExecutor(Protocol):
     """The part of an executor that is not for the core."""
 
+    tier: "Tier | None"
     busy: float
 
 
-def make_scheduler(sizes: EngineSizes) -> Scheduler:
-    """Returns the scheduler of an engine of these sizes."""
+def make_scheduler(sizes: EngineSizes, tier: TierIndex | None = None) -> Scheduler:
+    """Returns the scheduler of an engine of these sizes, whose blocks a tier may keep."""
     limits = SchedulerLimits(
         sizes.max_batch_tokens, sizes.max_batch_requests, sizes.aging_steps, sizes.chunked_prefill, sizes.continuous
     )
-    cache = KVCacheManager(sizes.blocks, sizes.block_size, sizes.prefix_cache)
+    extensions, identity = list[MakeExtension](), b""
+    if tier is not None:
+        extensions, identity = [partial(TierTraffic, tier, blocks_of_page(sizes.block_size))], tier.identity
+    cache = KVCacheManager(sizes.blocks, sizes.block_size, sizes.prefix_cache, identity, extensions)
     return Scheduler(limits, cache, POLICIES[sizes.policy])
 
 
@@ -186,8 +199,10 @@ class DrivenEngine:
         self.clock = clock
         self.executor = executor
         self.timeline = timeline
-        self.scheduler = make_scheduler(sizes)
+        self.scheduler = make_scheduler(sizes, executor.tier)
         made = None if pace is None else pace.made(clock)
+        if executor.tier is not None and made is not None and made.costs is not None:
+            executor.tier.computing = partial(made.costs.prompt_seconds, sizes.max_batch_tokens)
         timing = CoreTiming(pace=made, clock=clock, sleep=clock.sleep)
         self.leaps: Leaps | None = None
         """Makes several steps at once; None: all are made singly."""
@@ -202,6 +217,12 @@ class DrivenEngine:
     def hit_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache."""
         return self.scheduler.cache.statistics.hit_tokens
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Prompt tokens that came from a tier."""
+        stores = {} if self.executor.tier is None else self.executor.tier.figures()
+        return sum(store.hit_tokens for store in stores.values())
 
     def add(self, spec: RequestSpec, arrival: float) -> None:
         """Takes a request, which has arrived at this time, or earlier if a step was running."""
@@ -229,7 +250,13 @@ def simulated_engine(
     sizes: EngineSizes, price: Price, pace: PaceSizes | None = None, leaps: bool = True
 ) -> DrivenEngine:
     """Returns an engine without a model, which `leaps` where it can."""
-    clock, timeline = VirtualClock(), Timeline()
+    timeline = Timeline()
+    if sizes.tier is not None:
+        threads = ThreadedClock()
+        pages = page_sizes(sizes.block_size, sizes.token_bytes, sizes.max_batch_tokens, sizes.on_device)
+        tier = make_tier(sizes.tier, pages, sizes.block_size, threads)
+        return DrivenEngine(sizes, threads, TieredExecutor(threads, price, timeline.ended, tier), timeline, pace)
+    clock = VirtualClock()
     executor = SimulatedExecutor(clock, price, timeline.ended)
     engine = DrivenEngine(sizes, clock, executor, timeline, pace)
     if leaps and sizes.depth == 1 and pace is None:

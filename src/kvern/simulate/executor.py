@@ -1,11 +1,14 @@
 """An executor whose steps compute nothing and take the seconds that a price says."""
 
-from collections.abc import Callable
-from typing import NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from kvern.engine.step_load import StepLoad, load_of
 from kvern.request.layer_times import MeasuredStep
-from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput
+from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepResult
+
+if TYPE_CHECKING:
+    from kvern.runner.tier import Tier
 
 
 class VirtualClock:
@@ -34,6 +37,17 @@ class Price(Protocol):
         ...
 
 
+class MeanPrice:
+    """The mean of several prices."""
+
+    def __init__(self, prices: Sequence[Price]) -> None:
+        self._prices = prices
+
+    def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
+        """Returns the mean time of a step."""
+        return sum(price.seconds(load, requests, joined) for price in self._prices) / len(self._prices)
+
+
 Observe = Callable[[float, list[ScheduledTokens], list[str]], None]
 """Is told the end of a step, its tokens, and the requests of these."""
 
@@ -56,7 +70,7 @@ class SimulatedExecutor:
     `observe` is told of each step that ends.
     """
 
-    tier = None
+    tier: "Tier | None" = None
 
     def __init__(self, clock: VirtualClock, price: Price, observe: Observe) -> None:
         self.price = price
@@ -69,7 +83,7 @@ class SimulatedExecutor:
         self._drawn: float | None = None
         """The seconds of the next step, if they are known already."""
 
-    def submit(self, output: SchedulerOutput) -> SimulatedStep:
+    def submit(self, output: SchedulerOutput) -> StepResult:
         """Begins a step."""
         for new in output.joined:
             self._tokens[new.slot] = new.seed

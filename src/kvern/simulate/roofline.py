@@ -1,21 +1,19 @@
 """Engines on hardware of which there are no records: as `kvern plan` estimates them."""
 
+import math
 from collections.abc import Sequence
 
-from kvern.engine.step_load import StepLoad
-from kvern.engine.step_timing import DECODES, SIZES
 from kvern.errors import ConfigError
 from kvern.planning.choice import ranked
 from kvern.planning.estimate import Estimate, Model, Workload, step_factors
 from kvern.planning.hardware import Card
 from kvern.runner.plan import BATCH_REQUESTS, BATCH_TOKENS
 from kvern.simulate.costs import RooflinePrice
-from kvern.simulate.engine import EngineSizes, PaceSizes
+from kvern.simulate.engine import EngineSizes
+from kvern.simulate.prediction import predicted
 from kvern.simulate.study import Condition
 
 BLOCK_SIZE = 16
-TARGET_STEPS = 3
-"""The target of the time between tokens, in plain decode steps, as an engine on a GPU chooses it."""
 
 
 def estimated_condition(model: Model, cards: Sequence[Card], workload: Workload) -> tuple[Condition, Estimate]:
@@ -37,20 +35,8 @@ def estimated_condition(model: Model, cards: Sequence[Card], workload: Workload)
         max_batch_requests=BATCH_REQUESTS[device],
         max_batch_tokens=BATCH_TOKENS[device],
         depth=1 if card.host else 2,
+        token_bytes=math.ceil(best.token_bytes),
+        on_device=not card.host,
     )
-    pace = None if card.host else _pace(price)
+    pace = None if card.host else predicted(price, has_target=True)
     return Condition(sizes, lambda seed: price, pace), best
-
-
-def _pace(price: RooflinePrice) -> PaceSizes:
-    """Returns the costs that such an engine would measure at its start."""
-
-    def seconds(keys: int, pairs: float, rows: int) -> float:
-        return price.seconds(StepLoad(rows, keys, pairs, 0.0, rows - DECODES), DECODES, 0)
-
-    times = [seconds(0, 0.0, rows) for rows in SIZES]
-    plain = seconds(0, 0.0, DECODES)
-    many = 1e6
-    per_key = (price.seconds(StepLoad(DECODES, int(many)), DECODES, 0) - plain) / many
-    per_pair = (seconds(0, many, SIZES[0]) - times[0]) / many
-    return PaceSizes(TARGET_STEPS * plain, True, SIZES, tuple(times), per_key, per_pair)

@@ -10,13 +10,19 @@ from kvern.engine.queues import POLICIES
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.simulate.engine import EngineSizes, PaceSizes, Prompts, check_load, simulated_engine
-from kvern.simulate.executor import Price
+from kvern.simulate.executor import MeanPrice, Price
 from kvern.simulate.fleet import ROUTERS, Fleet
+from kvern.simulate.prediction import predicted
 from kvern.simulate.report import Slo, by_tenant, figures
+from kvern.simulate.tier_options import with_tier
 
-SIZED = "policy", "block_size", "max_batch_requests", "max_batch_tokens", "prefix_cache"
-COMPARED = *SIZED, "replicas", "router"
+SIZED = "policy", "block_size", "max_batch_requests", "max_batch_tokens", "prefix_cache", "kv_cache_tokens"
+COMPARED = *SIZED, "replicas", "router", "tier"
 """Conditions that `read_compared` knows: fields of `EngineSizes` and of `Condition`."""
+
+
+PRICES = 20
+"""So many prices are drawn for the mean of what is predicted."""
 
 
 class Condition(msgspec.Struct, frozen=True):
@@ -48,6 +54,8 @@ def read_compared(text: str, base: Condition) -> dict[str, Condition]:
 def changed(base: Condition, name: str, value: str) -> Condition:
     """Returns a condition with another value of a field of its sizes, given as text. Raises ConfigError."""
     sizes = base.sizes
+    if name == "tier":
+        return tiered(base, () if value == "none" else value.split("+"))
     wanted: bool | str | int = value
     try:
         if name not in ("policy", "router"):
@@ -66,7 +74,18 @@ def changed(base: Condition, name: str, value: str) -> Condition:
     changes: dict[str, Any] = {name: wanted}
     if name == "block_size":
         changes["blocks"] = sizes.blocks * sizes.block_size // int(value)
+    if name == "kv_cache_tokens":
+        changes = {"blocks": max(1, int(value) // sizes.block_size)}
     return msgspec.structs.replace(base, sizes=msgspec.structs.replace(sizes, **changes))
+
+
+def tiered(base: Condition, options: Sequence[str]) -> Condition:
+    """Returns a condition with these stores, whose engines know what computing takes. Raises ConfigError."""
+    pace = base.pace
+    if options and pace is None:
+        prices = [base.price(seed) for seed in range(PRICES)]
+        pace = predicted(MeanPrice(prices), has_target=False)
+    return msgspec.structs.replace(base, sizes=with_tier(base.sizes, options), pace=pace)
 
 
 def run_once(condition: Condition, load: Sequence[LoadRequest], seed: int, slo: Slo) -> dict[str, Any]:
@@ -80,5 +99,7 @@ def run_once(condition: Condition, load: Sequence[LoadRequest], seed: int, slo: 
     hits = sum(engine.hit_tokens for engine in engines)
     found = figures(timelines, slo, hits, [engine.executor.busy for engine in engines])
     found["preemptions"] = sum(engine.scheduler.preemption_count for engine in engines)
+    if condition.sizes.tier is not None:
+        found["tier_hit_share"] = sum(engine.loaded_tokens for engine in engines) / found["prompt_tokens"]
     tenants = by_tenant(timelines, slo)
     return found | ({"tenants": tenants} if tenants else {})

@@ -49,7 +49,7 @@ class HostStore:
         `extend` has been told of them. None: by `size`. Raises ConfigError for a size that holds nothing.
         """
         align = 1 if cell is None else mmap.PAGESIZE
-        self._layout = layout = Layout.of(size, _cell_for(size) if cell is None else cell, align)
+        self._layout = layout = Layout.of(size, cell_for(size) if cell is None else cell, align)
         self.evicted = 0
         """Pages that made room for others."""
         self._cell, self._count = layout.cell, layout.cells
@@ -260,8 +260,8 @@ class HostStore:
         self._release([cell for cell in range(self._count) if cell not in used])
 
 
-def _cell_for(size: int) -> int:
-    """The bytes of a cell in an arena of so many."""
+def cell_for(size: int) -> int:
+    """Returns the bytes of a cell in an arena of so many."""
     cell = LARGEST_CELL
     while cell > SMALLEST_CELL and size // (cell + ENTRY_BYTES) < LEAST_CELLS:
         cell //= 2

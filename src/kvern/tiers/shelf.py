@@ -25,7 +25,7 @@ from kvern.request.store_figures import StoreFigures
 from kvern.tiers.page_memory import HostPages, PageMemory, PageName, Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES, header, sum_of, total_of
 from kvern.tiers.price import GAIN, Price
-from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, Shelved
+from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, MakeLane, Shelved
 from kvern.tiers.store import Store
 from kvern.tiers.transfers import Arrival, Brought, Load, Reserved, Sealing
 
@@ -51,11 +51,12 @@ class Shelf:
         stores: Mapping[str, Store],
         clock: Callable[[], float] = time.monotonic,
         memory: PageMemory | None = None,
+        lane: MakeLane = Lane,
     ) -> None:
-        """`memory`: of the pages; None: the host's."""
+        """`memory`: of the pages; None: the host's. `lane` makes threads."""
         self._memory: PageMemory = HostPages() if memory is None else memory
         self._batch = self._memory.batch_bytes
-        self.stores = [Shelved(name, store) for name, store in stores.items()]
+        self.stores = [Shelved(name, store, lane) for name, store in stores.items()]
         for one in self.stores:
             if self._is_prompt(one):
                 one.price = Price(*PINNED)
@@ -65,7 +66,7 @@ class Shelf:
         self.has_shared = any(not one.is_whole for one in self.stores)
         """There are stores that have a page for each head."""
         self._clock = clock
-        self._sealing = Lane("pages", 1)
+        self._sealing = lane("pages", 1)
         self._sealing_bytes = 0
         self._loads: dict[int, Load] = {}
         self._arrivals: deque[Arrival] = deque()
@@ -201,7 +202,7 @@ class Shelf:
                     self._lend(arrival)
                     self._arrivals.append(arrival)
                 else:
-                    one.reading.submit(partial(self._read, arrival))
+                    one.reading.submit(partial(self._read, arrival), arrival.size)
 
     def _read(self, arrival: Arrival) -> None:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
@@ -381,10 +382,11 @@ class Shelf:
         self._end_arrivals()
         is_prompt = self._memory.is_prompt
         for batch in _cut(pieces, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda own: len(own.at)):
+            size = sum(len(piece.at) for piece in batch)
             with self._lock:
-                self._sealing_bytes += sum(len(piece.at) for piece in batch)
+                self._sealing_bytes += size
             begun = [self._begin(batch)] if is_prompt and self._is_direct else []
-            self._sealing.submit(partial(self._seal, batch, begun))
+            self._sealing.submit(partial(self._seal, batch, begun), size)
 
     def _seal(self, pieces: Sequence[Piece], begun: Sequence[Sealing | None]) -> None:
         """Have packed pages in the host's memory, with their headers, and in the stores.
@@ -480,7 +482,7 @@ class Shelf:
                 one.count(skipped_tokens=sum(page.tokens for _, page, _ in batch))
             else:
                 whole = [(page, of.page(page, number)) for of, page, number in batch]
-                one.writing.submit(lambda whole=whole, size=size: self._write(one, whole, size))  # type: ignore[misc]
+                one.writing.submit(partial(self._write, one, whole, size), size)
 
     def _write(self, one: Shelved, batch: Sequence[tuple[Piece, memoryview]], size: int) -> None:
         began = self._clock()

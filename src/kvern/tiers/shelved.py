@@ -57,8 +57,8 @@ class Lane:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._started: list[threading.Thread] = []
 
-    def submit(self, call: Callable[[], None]) -> None:
-        """Queues a call, which must not raise."""
+    def submit(self, call: Callable[[], None], size: int = 0) -> None:
+        """Queues a call, which must not raise, and moves so many bytes: threads need not know, a simulation does."""
         if not self._started:
             self._started = [
                 threading.Thread(target=self._run, name=self._name, daemon=True) for _ in range(self._threads)
@@ -90,10 +90,13 @@ class Lane:
             del call  # or it would hold its pages until the next
 
 
+MakeLane = Callable[[str, int], Lane]
+
+
 class Shelved:
     """A store with what is known of it."""
 
-    def __init__(self, name: str, store: Store) -> None:
+    def __init__(self, name: str, store: Store, lane: MakeLane = Lane) -> None:
         self.name, self.store = name, store
         self.direct = store if isinstance(store, DirectStore) else None
         self.is_whole = self.direct is not None or getattr(store, "has_whole_pages", False)
@@ -108,7 +111,7 @@ class Shelved:
         """Names of what a distant store has, as far as it was asked or given."""
         self.spoiled = Names(MOST_KNOWN)
         """Pages that were not right; the store is not asked for them again."""
-        self.reading, self.writing = Lane(f"{name}-get", READERS), Lane(f"{name}-put", WRITERS)
+        self.reading, self.writing = lane(f"{name}-get", READERS), lane(f"{name}-put", WRITERS)
         self.reading_bytes = self.writing_bytes = 0
         self.answer_seconds = FIRST_PATIENCE / PATIENCE
         """The seconds that the store takes at most, of late, to say what it has."""
