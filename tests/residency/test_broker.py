@@ -60,5 +60,10 @@ def test_blocks_follow_the_load_and_answers_are_those_of_fixed_sizes(ranks: int)
                     if sizes[busy] > 2 * sizes[idle]:
                         break
             assert [*await asyncio.gather(load(http, "a"), load(http, "b"))] == [expected, expected]
+            while engines["a"].cache_chunks == ready.least_chunks:
+                assert await load(http, "a") == expected
+            await http.post("/v1/models/a/sleep")
+            assert engines["a"].cache_chunks == ready.least_chunks, "it does not have what others may take"
+            assert await load(http, "b") == expected == await load(http, "a")
 
     asyncio.run(run())

@@ -72,7 +72,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._memory = memory = BlockPool(capacity, chunk)
-        self._wanted_chunks = memory.chunks
+        self._wanted_chunks = self._first_chunks = memory.chunks
         self.pool = BlockPool(positions) if positions else memory
         self.identity = identity
         self.tree = RadixCache(self.pool, block_size, identity)
@@ -135,6 +135,15 @@ class KVCacheManager:
             return []
         limit = chunks * self._memory.chunk
         return [one for one in running if self._has_windows or any(block >= limit for block in one.block_ids)]
+
+    def begin_with(self, chunks: int) -> None:
+        """Have so many chunks of memory from now on, and again whenever it is emptied."""
+        self._first_chunks = self.resize(chunks)
+
+    def empty(self) -> None:
+        """Forget all that is cached, of which no request has any, and have the memory again with which it began."""
+        self.tree.clear()
+        self.resize(self._first_chunks)
 
     def resize(self, chunks: int) -> int:
         """Have so many chunks of memory, or more if blocks of others are in use; returns how many.

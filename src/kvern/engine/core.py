@@ -141,7 +141,7 @@ class EngineCore(EngineLoop):
 
     def sleep(self) -> int:
         self.scheduler.undo(0)  # what is cached, and what was to be copied or saved of it
-        self.scheduler.cache.tree.clear()
+        self.scheduler.cache.empty()
         return self.executor.sleep()
 
     def wake(self) -> None:

@@ -269,7 +269,7 @@ def make_scheduler(config: EngineConfig, folder: Path, layout: Layout, tier: "Ti
     identity = b"" if tier is None else tier.identity
     cache = KVCacheManager(*sizes, config.prefix_cache, identity, extensions, positions, layout.chunk)
     if layout.chunk:
-        cache.resize(layout.least_chunks)
+        cache.begin_with(layout.least_chunks)
     return Scheduler(limits, cache, POLICIES[config.policy], config.adapter_places)
 
 

@@ -130,7 +130,7 @@ class EngineStatistics(CacheSize, array_like=True, gc=False):
     """The stores of the KV cache's tier by name; of several ranks those of the first."""
 
     def at_the_end(self) -> "EngineStatistics":
-        """Returns the counters of an engine that has ended, without its current values."""
+        """Returns the counters of an engine that has ended or sleeps, without its current values."""
         return replace(
             self,
             running=0,

@@ -249,6 +249,7 @@ class Replica:
         running = self.workload.running.values()
         await self.supervisor.sleep([name for generation in running for name in generation.spec.answer_ids])
         self.leave()
+        self._latest, self._asked_chunks = self._latest.at_the_end(), 0
         self._rested = self._started
         self.workload.fate = FELL_ASLEEP
         self.adapters.interrupt_reading(EngineDied(ASLEEP))
