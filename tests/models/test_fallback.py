@@ -190,8 +190,7 @@ def test_what_cannot_run_is_refused_by_name(why: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int8"}, "quantization int8 does not go with apertus, which transformers computes"),
-        ({"max_adapters": 2}, "max_adapters 2 does not go with apertus"),
+        ({"max_adapters": 2}, "max_adapters 2 does not go with apertus, which transformers computes"),
         ({"deterministic": True}, "deterministic does not go with apertus"),
     ],
 )
@@ -220,7 +219,7 @@ def test_weights_that_do_not_fit_are_refused(kind: str, apertus: Path, tmp_path:
         tensors["model.other.weight" if kind == "unexpected" else "model.norm.weight"] = torch.ones(3)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CorruptCheckpoint, match=r"other\.weight" if kind == "unexpected" else r"norm\.weight"):
-        load_fallback(folder, description.describe(folder), torch.float32, dummy=False)
+        load_fallback(folder, description.describe(folder), torch.float32)
     assert kind == "unexpected" or tensor.dim() == 1
 
 
@@ -228,12 +227,12 @@ def test_pickled_weights_are_not_read(apertus: Path, tmp_path: Path) -> None:
     shutil.copy(apertus / "config.json", tmp_path)
     torch.save(load_file(apertus / "model.safetensors"), tmp_path / "pytorch_model.bin")
     with pytest.raises(CorruptCheckpoint, match="transformers cannot load the weights"):
-        load_fallback(tmp_path, description.describe(tmp_path), torch.float32, dummy=False)
+        load_fallback(tmp_path, description.describe(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_counts_positions_by_itself_fails_the_check(dtype: torch.dtype, apertus: Path) -> None:
-    decoder = load_fallback(apertus, description.describe(apertus), dtype, dummy=False)
+    decoder = load_fallback(apertus, description.describe(apertus), dtype)
     check_fallback(decoder, 64, dtype)
 
     def without_positions(module: Any, arguments: Any, named: dict[str, Any]) -> Any:
@@ -250,7 +249,7 @@ def test_a_model_that_counts_positions_by_itself_fails_the_check(dtype: torch.dt
 @pytest.mark.parametrize("family", ["apertus", "vaultgemma", "hy_v3"])
 def test_the_check_bears_16_bits(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)
-    decoder = load_fallback(folder, description.describe(folder), dtype, dummy=False)
+    decoder = load_fallback(folder, description.describe(folder), dtype)
     check_fallback(decoder, 64, torch.float32 if dtype == torch.float16 else dtype)
 
 

@@ -1,5 +1,6 @@
 """Checks of a model that transformers computes: its options, and its results over the KV cache, at the start."""
 
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from kvern.runner.memory import GIGABYTE
 if TYPE_CHECKING:
     from kvern.models.fallback.decoder import TransformersDecoder
 
+logger = logging.getLogger("kvern")
+
 TOKENS = 64
 """Tokens of each of two prompts; more where a window is not much longer, so that it shows."""
 LONGEST_WINDOW = 256
@@ -34,45 +37,79 @@ EXACT = 1e-4
 def check_fallback(decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> None:
     """Compare two prompts, in parts that share steps, with the model's own forward passes over whole ones.
 
-    Raises UnsupportedModel if logits differ by more than `bound` says, or if the model cannot be run so.
+    Kinds of parts that kvern computes, and that change logits by more than `bound` says, are given back to transformers
+    with a warning. Raises UnsupportedModel if logits differ without them as well, or if the model cannot be run so.
     """
-    model_type, most = decoder.spec.model_type, bound(decoder.model.dtype, len(decoder.spec.calls))
+    swaps, model_type = decoder.swaps, decoder.spec.model_type
     try:
-        found = _deviation(decoder, max_model_len, cache_dtype)
+        prompts = _Prompts(decoder, max_model_len, cache_dtype)
+        if prompts.fault() is None:
+            return
+        with swaps.only(swaps.needed):
+            fault = prompts.fault()
     except Exception as error:  # whatever a model raises that is not made for this
-        raise UnsupportedModel(f"{model_type} cannot run through transformers: {in_a_line(error)}") from error
-    if not found <= most:
-        raise UnsupportedModel(
-            f"{model_type} cannot run through transformers: over a cache its logits are off by {found:.2g} of their "
-            f"spread, more than {most:.2g}; it may keep a state, or count positions by itself"
+        fault = in_a_line(error)
+    if fault is not None:
+        raise UnsupportedModel(f"{model_type} cannot run through transformers: {fault}")
+    kept = list(swaps.needed)
+    for kind in swaps.kinds:
+        with swaps.only([*kept, kind]):
+            kept += [kind] if kind not in kept and prompts.fault() is None else []
+    logger.warning(
+        "transformers computes %s of %s, with which kvern's differ",
+        ", ".join(kind for kind in swaps.kinds if kind not in kept),
+        model_type,
+    )
+    swaps.settle(kept)
+
+
+class _Prompts:
+    """Two prompts, and their logits by the model alone, with which those over a cache of kvern's are compared."""
+
+    def __init__(self, decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> None:
+        windows = [layer.window for layer in decoder.spec.calls if layer.window and layer.window <= LONGEST_WINDOW]
+        self._length = min(max_model_len, max([TOKENS, *(window + LAST for window in windows)]))
+        self._decoder, self._cache_dtype = decoder, cache_dtype
+        self._device, dtype = decoder.model.device, decoder.model.dtype
+        self._is_exact = dtype == torch.float32 and not decoder.swaps.is_quantized
+        self._most = bound(dtype if self._is_exact else torch.bfloat16, len(decoder.spec.calls))
+        generator = torch.Generator().manual_seed(0)
+        self._ids = torch.randint(decoder.spec.vocab_size, (2, self._length), generator=generator)
+        self._own = torch.stack([decoder.own_logits(row.to(self._device)) for row in self._ids])
+
+    def fault(self) -> str | None:
+        """What is wrong with the results over a cache, with the parts that kvern computes now; None: nothing."""
+        try:
+            found = self._deviation()
+        except Exception as error:  # whatever a model raises that is not made for this
+            return in_a_line(error)
+        if found <= self._most:
+            return None
+        return (
+            f"over a cache its logits are off by {found:.2g} of their spread, more than {self._most:.2g}; it may keep "
+            "a state, or count positions by itself"
         )
 
-
-def _deviation(decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> float:
-    """The share of their spread by which logits are off: of the worst token in float32, else the median."""
-    windows = [layer.window for layer in decoder.spec.calls if layer.window and layer.window <= LONGEST_WINDOW]
-    length = min(max_model_len, max([TOKENS, *(window + LAST for window in windows)]))
-    device, dtype = decoder.model.device, decoder.model.dtype
-    blocks = -(-length // BLOCK_SIZE)
-    rows = BatchRows(2, length, blocks, device)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(decoder.spec.vocab_size, (2, length), generator=generator)
-    rows.tokens[:, :length] = ids.to(rows.tokens)
-    rows.block_table[:] = torch.arange(2 * blocks).view(blocks, 2).T  # one's blocks lie between the other's
-    attention = TorchAttention(
-        CacheOptions(decoder.spec.calls, 2 * blocks, BLOCK_SIZE, cache_dtype, device, sinks=decoder.sinks)
-    )
-    parts: list[list[torch.Tensor]] = [[], []]
-    for ends in zip(*((length // 3, length - 1, length), (length // 2, length // 2 + 1, length)), strict=True):
-        starts = [sum(map(len, part)) for part in parts]
-        steps = [(slot, starts[slot], end - starts[slot]) for slot, end in enumerate(ends) if end > starts[slot]]
-        batch = build_input_batch(rows, [ScheduledTokens(*step, 1) for step in steps], BLOCK_SIZE)
-        logits = decoder.logits(decoder(batch.token_ids, batch.positions, attention.plan(batch)))
-        for (slot, _, _), part in zip(steps, torch.split(logits, [count for _, _, count in steps]), strict=True):
-            parts[slot].append(part)
-    own = torch.stack([decoder.own_logits(row.to(device)) for row in ids])
-    off = (torch.stack([torch.cat(part) for part in parts]) - own).square().mean(-1).sqrt() / own.std(-1)
-    return float(off.max() if dtype == torch.float32 else off[:, -LAST:].median())
+    def _deviation(self) -> float:
+        """The share of their spread by which logits are off: of the worst token if they are exact, else the median."""
+        length, decoder = self._length, self._decoder
+        blocks = -(-length // BLOCK_SIZE)
+        rows = BatchRows(2, length, blocks, self._device)
+        rows.tokens[:, :length] = self._ids.to(rows.tokens)
+        rows.block_table[:] = torch.arange(2 * blocks).view(blocks, 2).T  # one's blocks lie between the other's
+        given = decoder.spec.calls, 2 * blocks, BLOCK_SIZE, self._cache_dtype, self._device
+        attention = TorchAttention(CacheOptions(*given, sinks=decoder.sinks))
+        parts: list[list[torch.Tensor]] = [[], []]
+        for ends in zip(*((length // 3, length - 1, length), (length // 2, length // 2 + 1, length)), strict=True):
+            starts = [sum(map(len, part)) for part in parts]
+            steps = [(slot, starts[slot], end - starts[slot]) for slot, end in enumerate(ends) if end > starts[slot]]
+            batch = build_input_batch(rows, [ScheduledTokens(*step, 1) for step in steps], BLOCK_SIZE)
+            logits = decoder.logits(decoder(batch.token_ids, batch.positions, attention.plan(batch)))
+            for (slot, _, _), part in zip(steps, torch.split(logits, [count for _, _, count in steps]), strict=True):
+                parts[slot].append(part)
+        off = (torch.stack([torch.cat(part) for part in parts]) - self._own).square().mean(-1).sqrt()
+        off /= self._own.std(-1)
+        return float(off.max() if self._is_exact else off[:, -LAST:].median())
 
 
 def check_fallback_options(
@@ -83,11 +120,7 @@ def check_fallback_options(
         f"device {device.type}": (device.type != "cpu", "kvern runs it on a CPU alone: use device cpu"),
         f"max_adapters {config.adapter_places}": (
             config.adapter_places > 0,
-            "adapters change kvern's own layers: leave adapters and max_adapters out",
-        ),
-        f"quantization {config.quantization}": (
-            config.quantization is not None,
-            "weights are quantized in kvern's own layers: leave quantization out",
+            "adapters are for kvern's own models: leave adapters and max_adapters out",
         ),
         "deterministic": (
             config.deterministic,

@@ -74,8 +74,6 @@ if TYPE_CHECKING:
 
 MODEL_KERNELS = frozenset({"norm", "rotary", "activation", "few_rows", "moe", "hopper_linear", "quantized", "states"})
 """The kernels that the parts of a model may use, besides kernels of a CPU."""
-FALLBACK_KERNELS = frozenset({"cpu_attention", "cpu_sampling"})
-"""The kernels that have work beside a model that transformers computes."""
 
 
 class Worker:
@@ -157,8 +155,6 @@ class Worker:
         draft = None if self._draft is None or device.type != "cuda" else self._stored_draft(self._draft)
         kernels, of_draft = usable_kernels(config, dtype, device, self._startup, model, draft, config.has_drafts)
         check_state_kernels(self._spec, kernels, device)
-        if isinstance(self._spec, TransformersSpec):
-            kernels &= FALLBACK_KERNELS
         name = str(dtype).removeprefix("torch.")
         return ProbedDevice(device.type, name, kernels, gpu, None if self._draft is None else of_draft)
 
@@ -406,10 +402,16 @@ class Worker:
         from kvern.runner.fallback_check import check_fallback
 
         with self._startup.stage("weights"):
-            dtype, dummy = getattr(torch, plan.dtype), self._config.load_format == "dummy"
-            model = load_fallback(self._folder, self._spec, dtype, dummy=dummy)
+            options = LoadOptions(
+                load_format=self._config.load_format,
+                kernels=plan.kernels & CPU_KERNELS,
+                unquantized=self._backend.unquantized,
+                quantization=self._config.quantization,
+            )
+            model = load_fallback(self._folder, self._spec, getattr(torch, plan.dtype), options)
         with self._startup.stage("check"):
             check_fallback(model, plan.max_model_len, getattr(torch, plan.plain_cache_dtype))
+        self._startup.report([str(model)])
         return model
 
     def _eight_bit(self, plan: Plan) -> EightBit:

@@ -14,24 +14,34 @@ from transformers import logging as transformers_logging
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from kvern.errors import CorruptCheckpoint, in_a_line
+from kvern.layers.build import Build
 from kvern.layers.states import StepStates
 from kvern.layers.step_context import NO_ADAPTERS, Attend, StepAdapters
 from kvern.models.decoder import LayerInputs
 from kvern.models.fallback.attention import IMPLEMENTATION, Call, PagedAnswer, answered
 from kvern.models.fallback.description import read_config
 from kvern.models.fallback.spec import TransformersSpec
+from kvern.models.fallback.swap import Swaps
+from kvern.models.loader import LoadOptions
 
 SHOWN = 5
+PLAIN = LoadOptions()
 
 
 class TransformersDecoder:
-    """`model` is loaded, and calls the attention of `IMPLEMENTATION`."""
+    """`model` is loaded, and calls the attention of `IMPLEMENTATION`; kvern computes the parts in `swaps`."""
 
-    def __init__(self, spec: TransformersSpec, model: PreTrainedModel) -> None:
-        self.spec, self.model = spec, model
+    def __init__(self, spec: TransformersSpec, model: PreTrainedModel, swaps: Swaps) -> None:
+        self.spec = spec
+        self.model = model
+        self.swaps = swaps
         self._body = model.base_model
         self._head = copy.copy(model)  # the same weights, without the body
         self._head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+
+    def __str__(self) -> str:
+        parts = ", ".join(["attention", *self.swaps.kinds])
+        return f"transformers runs {self.spec.model_type}, whose {parts} kvern computes"
 
     def __call__(
         self,
@@ -69,10 +79,14 @@ class TransformersDecoder:
         return {index: sinks.detach().float() for index, sinks in enumerate(found) if sinks is not None}
 
     def own_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits of one prompt `[T]` without kvern's attention: float32 `[T, vocab]`."""
+        """Logits of one prompt `[T]` without kvern's attention and parts: float32 `[T, vocab]`.
+
+        Products with quantized weights are kvern's: what is multiplied by some of them is rounded as well.
+        """
         self.model.set_attn_implementation("eager")
         try:
-            logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+            with self.swaps.only(self.swaps.needed):
+                logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0].float()
         finally:
             self.model.set_attn_implementation(IMPLEMENTATION)
         return logits
@@ -92,18 +106,29 @@ class _States(MoeModelOutputWithPast):
     cross_attentions: None = None
 
 
-def load_fallback(folder: Path, spec: TransformersSpec, dtype: torch.dtype, *, dummy: bool) -> TransformersDecoder:
+def load_fallback(
+    folder: Path, spec: TransformersSpec, dtype: torch.dtype, options: LoadOptions = PLAIN
+) -> TransformersDecoder:
     """Load the model of a folder from its safetensors files; no code in the folder is run.
 
-    `dummy`: it gets seeded random weights, and no weight file is read. Raises CorruptCheckpoint.
+    `options`: `load_format`, `kernels`, `unquantized` and `quantization`, the last three for the parts that kvern
+    computes. Raises CorruptCheckpoint or ConfigError.
     """
+    model = _loaded(folder, dtype, dummy=options.load_format == "dummy")
+    build = Build(dtype, model.device, spec.max_position_embeddings, options.kernels)
+    return TransformersDecoder(spec, model, Swaps(model, build, options.unquantized, options.quantization))
+
+
+def _loaded(folder: Path, dtype: torch.dtype, *, dummy: bool) -> PreTrainedModel:
+    """The model as transformers makes it."""
     config = read_config(folder)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": IMPLEMENTATION, "trust_remote_code": False}
     if dummy:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             random: Any = AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
-        return TransformersDecoder(spec, random.eval())
+        filled: PreTrainedModel = random.eval()
+        return filled
     options |= {"config": config, "local_files_only": True, "use_safetensors": True}
     try:
         with _quiet():
@@ -112,6 +137,7 @@ def load_fallback(folder: Path, spec: TransformersSpec, dtype: torch.dtype, *, d
             )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CorruptCheckpoint(f"transformers cannot load the weights in {folder}: {in_a_line(error)}") from error
+    found: Any
     model, found = loaded
     for kind in ("missing", "unexpected", "mismatched"):
         if names := sorted(str(item) if isinstance(item, str) else item[0] for item in found[f"{kind}_keys"]):
@@ -119,7 +145,8 @@ def load_fallback(folder: Path, spec: TransformersSpec, dtype: torch.dtype, *, d
             raise CorruptCheckpoint(
                 f"weights in {folder} do not fit config.json: {len(names)} {kind}: {', '.join(names[:SHOWN])}{more}"
             )
-    return TransformersDecoder(spec, model.eval())
+    whole: PreTrainedModel = model.eval()
+    return whole
 
 
 @contextmanager
