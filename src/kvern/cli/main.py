@@ -14,12 +14,14 @@ import sys
 import typing
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from kvern.cli.fields import options_of, positional, rules_of
 from kvern.cli.options import ADAPTER, Defaults, read_defaults
+from kvern.config import EngineConfig
 from kvern.errors import INTERRUPTED, ConfigError, KvernError
 from kvern.options.texts import MANY, Options, as_arguments, flag, json_object
 from kvern.options.values import adapters_of, converted
@@ -205,6 +207,7 @@ COMMANDS = {
     ("cache", "clear"): "kvern.cli.cache:CacheClearCommand",
     ("models",): "kvern.cli.models:ModelsCommand",
     ("plan",): "kvern.cli.plan:PlanCommand",
+    ("deploy",): "kvern.cli.deploy:DeployCommand",
     ("simulate",): "kvern.cli.simulate:SimulateCommand",
     ("quantize",): "kvern.cli.quantize:QuantizeCommand",
     ("train-eagle",): "kvern.cli.train_eagle:TrainEagleCommand",
@@ -324,7 +327,18 @@ def read_command(arguments: list[str], environment: Mapping[str, str]) -> tuple[
             prog=" ".join(["kvern", *words]),
             config=(tyro.conf.OmitArgPrefixes,),
         )
-    return command, [*defaults.notes, *notes]
+    given = {*defaults.given, *(name.removeprefix("no_") for name in options_in(arguments))}
+    command, taken = imported("kvern.cli.bundles:with_bundle")(command, given) if has_bundle(command) else (command, [])
+    return command, [*defaults.notes, *notes, *taken]
+
+
+def has_bundle(command: Any) -> bool:
+    """True if the model of a command is the folder of a bundle, which `kvern deploy` has made or has begun to make."""
+    engine = getattr(command, "engine", None)
+    if not isinstance(engine, EngineConfig):
+        return False
+    folder = Path(getattr(command, "name", None) or engine.model or "")
+    return (folder / "deploy.toml").is_file() or (folder / "UNFINISHED").is_file()
 
 
 def reads(kind: Any, metavar: str, read: Callable[[str], Any], write: Callable[[Any], str]) -> Reading:

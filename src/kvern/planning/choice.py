@@ -76,16 +76,8 @@ def verdict(found: Sequence[Estimate]) -> str:
     return f"Chosen: {best.split}. {str(other.split).capitalize()} would give {less}."
 
 
-def choose(config: EngineConfig, cards: Sequence[Card] | None = None) -> Choice:
-    """Chooses among cards, by default those of this machine, for the default workload, shortened to the model's
-    context; `config.model` is a folder. Raises KvernError."""
-    folder = Path(config.model or "")
-    model = model_of(config, folder)
-    cards = this_machine(config, model.dtype) if cards is None else cards
-    longest = config.max_model_len or model.spec.max_position_embeddings
-    usual = Workload()
-    if usual.input + usual.output > longest:
-        usual = Workload(input=max(longest // 2, 1), output=max(longest // 4, 1))
+def runnable(config: EngineConfig, folder: Path, model: Model) -> Callable[[Split], bool]:
+    """Returns which splits engines of the model in `folder` can have, of those without pipeline stages."""
 
     def possible(split: Split) -> bool:
         options: dict[str, Any] = split.options
@@ -97,7 +89,21 @@ def choose(config: EngineConfig, cards: Sequence[Card] | None = None) -> Choice:
             return split.cards == 1
         return True
 
-    found = ranked(model, cards, usual, possible)
+    return possible
+
+
+def choose(config: EngineConfig, cards: Sequence[Card] | None = None) -> Choice:
+    """Chooses among cards, by default those of this machine, for the default workload, shortened to the model's
+    context; `config.model` is a folder. Raises KvernError."""
+    folder = Path(config.model or "")
+    model = model_of(config, folder)
+    cards = this_machine(config, model.dtype) if cards is None else cards
+    longest = config.max_model_len or model.spec.max_position_embeddings
+    usual = Workload()
+    if usual.input + usual.output > longest:
+        usual = Workload(input=max(longest // 2, 1), output=max(longest // 4, 1))
+
+    found = ranked(model, cards, usual, runnable(config, folder, model))
     options: dict[str, Any] = {} if found[0].lacks else found[0].split.options
     return Choice(f"{names_of(cards)}: {verdict(found)}", **options)
 

@@ -22,6 +22,7 @@ import torch
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.io.files import as_size
 from kvern.layers.block import adds_by_norms
 from kvern.layers.halves import least_rows
 from kvern.layers.linear_format import LinearMethods
@@ -297,9 +298,9 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
     batch = min(wanted, BATCH_REQUESTS["cpu" if card.host else "cuda"], int(room / each))
     lacks = ""
     if left <= 0:
-        lacks = f"weights of {weights / 1e9:.1f} GB are more than a card's {card.memory / 1e9:.1f}"
+        lacks = f"weights of {as_size(int(weights))} are more than a card's {as_size(int(card.memory))}"
     elif batch < 1:
-        lacks = f"beside weights of {weights / 1e9:.1f} GB there is no room for a sequence of {longest:,} tokens"
+        lacks = f"beside weights of {as_size(int(weights))} there is no room for a sequence of {longest:,} tokens"
     stages, middle = min(split.pipeline, max(batch, 1)), workload.input + workload.output // 2
     decode = decode_seconds(model, card, split, max(-(-batch // stages), 1), middle)
     served = min(workload.requests, split.data * batch)

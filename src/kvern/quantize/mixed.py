@@ -182,20 +182,27 @@ def loss_of(report: MixedReport) -> float:
 
 @torch.no_grad()
 def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
-    """The loss of a folder's model against the plain one, whose `walk` is after its last layer, on the same rows."""
+    """The loss of a folder's model against the plain one, whose `walk` is after its last layer, on the same rows, and
+    the share of tokens that both find the most probable."""
     device, length = walk.checkpoint.device, rows.shape[1]
     decoder, ends = load_model(folder, LoadOptions(device=device, max_model_len=length)), walk.ends()
     attend, positions = LayersAttend(decoder.spec, length), torch.arange(length, device=device)
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     for ids, hidden in zip(rows.to(device), walk.hidden, strict=True):
         plain = log_probabilities(ends, hidden)
         states = new_states(decoder.spec.recurrent, [length], decoder.build.dtype, device)
         found = decoder.logits(decoder(ids, positions, attend, states=states)).log_softmax(-1)
         divergence = (plain.exp() * (plain - found)).sum(-1)
         surprises = [-scores[:-1].gather(1, ids[1:, None]) for scores in (found, plain)]
-        sums += torch.stack([part.double().mean().cpu() for part in (divergence, *surprises)])
-    loss, *means = (sums / len(rows)).tolist()
-    return {"loss": max(0.0, loss), "perplexity": math.exp(means[0]), "plain_perplexity": math.exp(means[1])}
+        same = plain.argmax(-1) == found.argmax(-1)
+        sums += torch.stack([part.double().mean().cpu() for part in (divergence, *surprises, same)])
+    loss, *means, agreement = (sums / len(rows)).tolist()
+    return {
+        "loss": max(0.0, loss),
+        "perplexity": math.exp(means[0]),
+        "plain_perplexity": math.exp(means[1]),
+        "agreement": agreement,
+    }
 
 
 def tell(folder: Path, report: MixedReport, seconds: float) -> None:

@@ -1,0 +1,95 @@
+"""The last stage: weights where they are to be, and `deploy.toml`, which makes the folder a bundle."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kvern.deploy.description import FORMAT, NAME, Description, as_toml, device_names
+from kvern.deploy.discover import Discovered
+from kvern.deploy.journal import write_whole
+from kvern.deploy.quantize import WEIGHTS, Quantized
+from kvern.deploy.shard import Sharded
+from kvern.deploy.stage import Part, Work, as_target
+from kvern.deploy.tune import Tuned, engine_options
+from kvern.models.hub import EMBEDDED_FOLDER
+from kvern.quantize.writer import placing
+from kvern.version import __version__
+
+
+class Finished(msgspec.Struct):
+    """The bundle's file, the options of its engines, and the command that makes it again."""
+
+    file: str
+    engine: dict[str, Any]
+    again: str
+
+
+class Bundle:
+    """The seventh stage."""
+
+    name = "bundle"
+    result = Finished
+
+    def inputs(self, work: Work) -> Mapping[str, Any]:
+        """What is noted of the question, and where the bundle is."""
+        return {**work.asked.identity, "out": str(work.asked.out.absolute())}
+
+    def run(self, work: Work) -> Finished:
+        """Copies weights of a folder, and writes the description. Raises KvernError."""
+        asked = work.asked
+        found = work.of(Discovered)
+        quantized = work.of(Quantized)
+        weights = quantized.folder or self._copied(work)
+        engine = {name: value for name, value in served_options(work).items() if value not in (None, "auto", [], ())}
+        bundle = Description(
+            format=FORMAT,
+            model=found.model,
+            kvern=__version__,
+            torch=str(torch.__version__),
+            devices=device_names(),
+            weights=weights,
+            revision=found.revision,
+            digest=quantized.digest or None,
+            identity=found.identity,
+            is_quantized=quantized.folder is not None,
+            max_loss=asked.max_loss,
+            target=as_target(asked.target) or None,
+            workload=asked.workload,
+            memory=asked.memory,
+        )
+        again = f"kvern deploy {asked.out / NAME} --out ANOTHER"
+        comments = [f"{found.name}, made by kvern {__version__}", f"kvern serve {asked.out}", again]
+        write_whole(asked.out / NAME, as_toml(bundle, engine, comments).encode())
+        return Finished(NAME, engine, again)
+
+    def _copied(self, work: Work) -> str | None:
+        """Returns the folder of weights that have no other place: those of a model in a folder, which may change."""
+        found = work.of(Discovered)
+        source = Path(work.of(Sharded).folder)
+        if found.revision is not None or source.parent == EMBEDDED_FOLDER:
+            return None
+        with placing(work.asked.out / WEIGHTS) as made:
+            for path in [source] if source.is_file() else sorted(source.iterdir()):
+                if path.is_file():
+                    shutil.copyfile(path, made / path.name)
+        return WEIGHTS
+
+    def stands(self, work: Work, result: Finished) -> bool:
+        """True if the description is there."""
+        return (work.asked.out / NAME).is_file()
+
+    def report(self, result: Finished) -> Part:
+        """The commands that take the bundle."""
+        rows = [(name, str(value)) for name, value in result.engine.items()]
+        return Part([*rows, ("again", result.again)])
+
+
+def served_options(work: Work) -> dict[str, Any]:
+    """Returns the options of `kvern serve`, without the model and folders of this machine."""
+    options = engine_options(work) | work.of(Tuned).options
+    own = {name: value for name, value in options.items() if name not in ("model", "cache_dir")}
+    return {**own, "served_model_name": [work.of(Discovered).name]}

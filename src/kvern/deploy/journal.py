@@ -1,0 +1,136 @@
+"""What a deployment has done so far, in its folder.
+
+::
+
+    OUT/UNFINISHED       a line that says so, until all is done
+    OUT/journal/         asked.json, and NAME.json for each stage: the key of its inputs, its result, its seconds
+    OUT/journal/lock     held while a process works on it
+
+Files are replaced atomically, so that a process may be killed at any time. A result counts for the same key alone.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvern.errors import ConfigError, shown
+from kvern.io.files import reason
+
+UNFINISHED = "UNFINISHED"
+FOLDER = "journal"
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+
+class Entry(msgspec.Struct):
+    """A stage's entry: the key of its inputs, its result as JSON, and its seconds."""
+
+    key: str
+    result: msgspec.Raw
+    seconds: float
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replaces a file, which has either the old content or all of the new one whenever the process may end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.new")
+    with new.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+
+
+class Journal:
+    """The journal in the folder of a bundle."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._folder = out / FOLDER
+
+    @contextlib.contextmanager
+    def held(self, identity: Mapping[str, Any], overwrite: bool) -> Iterator[None]:
+        """Takes the folder for this process, made if it is not there.
+
+        Raises ConfigError if another process has it, if it holds something else, or a bundle of other options.
+        """
+        self._check(identity, overwrite)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = (self._folder / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"out {self.out} cannot be written: {reason(error)}") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"out {self.out} is being made by another process: wait for its end") from None
+            write_whole(self._folder / "asked.json", msgspec.json.encode(identity))
+            self._remove_pieces()
+            yield
+
+    def _check(self, identity: Mapping[str, Any], overwrite: bool) -> None:
+        if not self.out.exists():
+            return
+        if not self.out.is_dir():
+            raise ConfigError(f"out {self.out} is a file: give a folder")
+        try:
+            before = msgspec.json.decode((self._folder / "asked.json").read_bytes())
+        except FileNotFoundError:
+            if any(path.name != FOLDER for path in self.out.iterdir()):
+                raise ConfigError(f"out {self.out} holds other files, and no bundle: give a new folder") from None
+            return
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"out {self.out} cannot be read: {reason(error)}; give another folder") from None
+        apart = [name for name, value in identity.items() if before.get(name) != value]
+        if apart and not overwrite:
+            name = apart[0]
+            raise ConfigError(
+                f"out {self.out} has a bundle with {name} {shown(before.get(name))}, and {name} is now "
+                f"{shown(identity[name])}: give another folder, or --overwrite, which keeps what stands"
+            )
+
+    def _remove_pieces(self) -> None:
+        """Removes what a killed process left: folders and files whose names begin with a dot."""
+        for path in (*self.out.glob(".*"), *self._folder.glob(".*")):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+    def begin(self, stage: str) -> None:
+        """Notes that the bundle is unfinished, and at which stage."""
+        told = f"This bundle is unfinished: its stage is {stage}. The same kvern deploy command goes on with it.\n"
+        write_whole(self.out / UNFINISHED, told.encode())
+
+    def finish(self) -> None:
+        """Notes that the bundle is whole."""
+        (self.out / UNFINISHED).unlink(missing_ok=True)
+
+    def read(self, name: str, key: str, kind: type[Kind]) -> tuple[Kind, float] | None:
+        """Returns the result of a stage with these inputs and its seconds; None if it has not ended."""
+        try:
+            entry = msgspec.json.decode((self._folder / f"{name}.json").read_bytes(), type=Entry)
+            return (msgspec.json.decode(entry.result, type=kind), entry.seconds) if entry.key == key else None
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    def write(self, name: str, key: str, result: msgspec.Struct, seconds: float) -> None:
+        """Keeps a result."""
+        entry = Entry(key, msgspec.Raw(msgspec.json.encode(result)), seconds)
+        write_whole(self._folder / f"{name}.json", msgspec.json.format(msgspec.json.encode(entry), indent=1) + b"\n")
+
+    def beside(self, name: str) -> Path:
+        """Returns the path of a file in the journal that a stage keeps for itself."""
+        return self._folder / name
+
+
+def key_of(*parts: Any) -> str:
+    """Returns a key for inputs, as JSON."""
+    return hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).hexdigest()[:32]

@@ -1,0 +1,171 @@
+"""Weights in fewer bits, where the plan says why; by the job of `kvern quantize mixed`, which keeps to a loss."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from kvern.config import EngineConfig
+from kvern.deploy.discover import Discovered
+from kvern.deploy.journal import key_of, write_whole
+from kvern.deploy.plan import Planned, estimated, load_of
+from kvern.deploy.shard import Sharded
+from kvern.deploy.stage import Asked, Part, Work
+from kvern.io.files import as_size, digest_of, open_regular
+from kvern.io.progress import work_progress
+from kvern.quantize.calibration import Calibration, calibration
+from kvern.quantize.checkpoint import Checkpoint
+from kvern.quantize.job import make_method
+from kvern.quantize.mixed import PAGE_NAME, Budget, Mixture, loss_of
+from kvern.quantize.mixed_report import SECTION, MixedReport, read_report
+from kvern.runner.device import resolve_device
+from kvern.text.tokenizer import Tokenizer
+
+WEIGHTS = "weights"
+"""The folder in a bundle."""
+ROWS, TOKENS = 128, 512
+"""Rows of the calibration's text at most, and tokens of each."""
+HELD_OUT = 0.2
+"""The share of the text that calibration does not see, and that verification takes."""
+
+
+class Quantized(msgspec.Struct):
+    """The weights to serve: `folder` with the bundle's own, or None for the model's as they are, and `why`.
+
+    `loss`: nats a token on the calibration's text. `digest`: of the files of weights. `failed`: see `Stage`.
+    """
+
+    why: str
+    folder: str | None = None
+    bits: float = 0.0
+    shares: dict[str, float] = {}
+    loss: float = 0.0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    digest: str = ""
+    failed: list[str] = []
+
+
+def texts_of(asked: Asked, folder: Path, context: int) -> tuple[Calibration, Tensor]:
+    """Returns the text for calibration, and rows that it does not see. Raises ConfigError."""
+    found = calibration(Tokenizer(folder), asked.calibration, ROWS, min(TOKENS, context))
+    held = max(1, int(HELD_OUT * len(found.rows)))
+    if len(found.rows) == 1:
+        half = found.rows.shape[1] // 2
+        return found._replace(rows=found.rows[:, :half]), found.rows[:, half:]
+    return found._replace(rows=found.rows[:-held]), found.rows[-held:]
+
+
+class Quantize:
+    """The fourth stage."""
+
+    name = "quantize"
+    result = Quantized
+
+    def inputs(self, work: Work) -> Mapping[str, Any]:
+        """The loss that is allowed, the text, and a mixture that is made again."""
+        asked = work.asked
+        return {
+            "max_loss": asked.max_loss,
+            "calibration": _digest([asked.calibration]) if asked.calibration else None,
+            "mixture": _digest([asked.mixture]) if asked.mixture else None,
+        }
+
+    def run(self, work: Work) -> Quantized:
+        """Measures, chooses and writes the folder, or says why not. Raises KvernError."""
+        found, plan = work.of(Discovered), work.of(Planned)
+        if found.quantized is not None:
+            return Quantized(f"weights are quantized already ({found.quantized}): never twice")
+        if not plan.smaller and work.asked.mixture is None:
+            return Quantized("neither memory nor the target asks for fewer bits")
+        folder = Path(work.of(Sharded).folder)
+        checkpoint = Checkpoint(folder, resolve_device(EngineConfig()))
+        rows, _ = texts_of(work.asked, folder, checkpoint.spec.max_position_embeddings)
+        out = work.asked.out / WEIGHTS
+        shutil.rmtree(out, ignore_errors=True)
+        report = self._mix(work, checkpoint, rows, out)
+        result = Quantized(
+            plan.smaller or "as in the bundle that is made again",
+            WEIGHTS,
+            report.bits,
+            _shares(report),
+            loss_of(report),
+            sum(tensor.nbytes for tensor in checkpoint.stored),
+            sum(path.stat().st_size for path in out.glob("*.safetensors")),
+            _digest(sorted(out.glob("*.safetensors"))),
+        )
+        result.failed = _failed(work, result)
+        return result
+
+    def _mix(self, work: Work, checkpoint: Checkpoint, rows: Calibration, out: Path) -> MixedReport:
+        """Measures what each precision costs, unless an earlier run has, and writes the best mixture."""
+        loss = work.asked.max_loss
+        budget = None if work.asked.mixture is not None or loss is None else Budget(loss=loss)
+        mixture = Mixture(checkpoint, rows, make_method("gptq"), {"act_order": True, "ignore": []})
+        kept = work.asked.mixture or work.journal.beside(f"mixture-{key_of(rows.rows.tolist())}.json")
+        if kept.exists():
+            told = read_report(kept)
+        else:
+            with work_progress("measuring", "layers", "layers", len(checkpoint.spec.layers)) as progress:
+                told = mixture.measure(lambda done, layers: progress(done, done))
+            write_whole(kept, msgspec.json.encode({SECTION: told.as_json()}))
+        with work_progress("quantizing", "matrices", "million weights", len(checkpoint.matrices)) as progress:
+            report = lambda matrices, weights: progress(matrices, weights / 1e6)  # noqa: E731
+            return mixture.make(told, budget, out, progress=report)[1]
+
+    def stands(self, work: Work, result: Quantized) -> bool:
+        """True if the folder has the weights that were written."""
+        if result.folder is None:
+            return True
+        files = sorted((work.asked.out / result.folder).glob("*.safetensors"))
+        return bool(files) and _digest(files) == result.digest
+
+    def report(self, result: Quantized) -> Part:
+        """Bits, loss and size."""
+        if result.folder is None:
+            return Part([("weights", result.why)])
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in result.shares.items())
+        rows = [
+            ("why", result.why),
+            ("bits a weight", f"{result.bits:.3f}: {parts}"),
+            ("loss on the calibration's text", f"{result.loss:.4g} nats a token"),
+            ("size", f"{as_size(result.bytes_before)}, now {as_size(result.bytes_after)}"),
+        ]
+        return Part(rows, f'<p><a href="{WEIGHTS}/{PAGE_NAME}">Why each layer has its precision</a></p>')
+
+
+def _shares(report: MixedReport) -> dict[str, float]:
+    shares = dict.fromkeys((unit.chosen for unit in report.units), 0.0)
+    for unit in report.units:
+        shares[unit.chosen] += unit.parameters / report.parameters
+    return shares
+
+
+def _failed(work: Work, result: Quantized) -> list[str]:
+    """Returns which limits the new weights miss: the loss, or the memory that they were made for."""
+    failed = []
+    loss = work.asked.max_loss
+    if loss is not None and result.loss > Budget(loss=loss).nats:
+        failed.append(
+            f"weights lose {result.loss:.4g} nats a token on the calibration's text: {Budget(loss=loss).nats:.4g} are "
+            "allowed (--max-loss)"
+        )
+    if work.of(Planned).lacks:
+        folder = work.asked.out / WEIGHTS
+        best = estimated(EngineConfig(str(folder)), folder, load_of(work), work.asked.memory)[0][0]
+        if best.lacks:
+            failed.append(f"with {result.bits:.3f} bits a weight {best.lacks}: allow a larger --max-loss")
+    return failed
+
+
+def _digest(paths: list[Path]) -> str:
+    """Returns a digest of the content of files. Raises OSError or ValueError."""
+    streams = [open_regular(path) for path in paths]
+    try:
+        return digest_of(*streams).hex()
+    finally:
+        for stream in streams:
+            stream.close()

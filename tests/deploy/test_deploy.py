@@ -1,0 +1,202 @@
+"""kvern deploy end to end on a tiny model: a bundle, what goes wrong, and what happens to runs that are killed."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvern import LLM
+from kvern.cli.main import main, read_command
+from kvern.deploy import plan
+from kvern.quantize.mixed import Mixture
+from tests.support.killed_deployments import CARD
+from tests.support.tiny_model import make_tiny_model
+
+LOAD = "rate=inf,requests=3,input=32,output=8"
+FEW = ["--workload", LOAD, "--tune-seconds", "0", "--repetitions", "1"]
+SMALL = ["--memory", "400KB", "--max-loss", "5%"]
+"""Memory that has no room for a sequence beside plain weights, and has one beside those of 8 bits."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    (folder.parent / "words.txt").write_text("the quick brown fox jumps over the lazy dog " * 60)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The speed of this machine is not measured."""
+    monkeypatch.setattr(plan, "this_machine", lambda config, dtype: [CARD])
+
+
+def arguments(model: Path, out: Path) -> list[str]:
+    return ["deploy", str(model), "--out", str(out), *FEW, "--calibration", str(model.parent / "words.txt")]
+
+
+@pytest.fixture(scope="module")
+def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose weights were quantized, as memory asked for it."""
+    out = tmp_path_factory.mktemp("bundles") / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "this_machine", lambda config, dtype: [CARD])
+        assert main([*arguments(model, out), *SMALL]) == 0
+    return out
+
+
+def test_a_bundle_has_smaller_weights_a_report_and_options_that_serve_takes(small: Path) -> None:
+    assert sorted(path.name for path in small.iterdir()) == [
+        "deploy.toml",
+        "journal",
+        "report.html",
+        "report.json",
+        "weights",
+    ]
+    told = json.loads((small / "report.json").read_text())
+    stages = {name: found["result"] for name, found in told["stages"].items()}
+    assert list(stages) == ["discover", "plan", "shard", "quantize", "tune", "verify", "bundle"]
+    assert told["failed"] == [] and "no room for a sequence of 40 tokens" in stages["plan"]["smaller"]
+    assert stages["quantize"]["bytes_after"] < 0.7 * stages["quantize"]["bytes_before"]
+    assert 0 < stages["verify"]["loss"] <= stages["verify"]["limits"]["loss"] == pytest.approx(0.0488, abs=1e-4)
+    assert stages["verify"]["structured"] == 1 and stages["verify"]["agreement"] > 0.8
+    assert stages["verify"]["answers"] is None  # the plain model has no room
+    assert "<svg" in (small / "report.html").read_text()
+    command, _ = read_command(["serve", str(small), "--max-batch-requests", "3", "--port", "0"], {})
+    assert command.engine.model == str(small / "weights") and command.divided and command.name is None
+    assert command.engine.max_batch_requests == 3 and command.engine.kv_cache_tokens == stages["plan"]["cache_tokens"]
+    assert command.engine.served_model_name == ("tiny",)
+    llm = LLM(model=command.engine.model, kv_cache_tokens=command.engine.kv_cache_tokens)
+    [output] = llm.generate(["the quick"], {"max_tokens": 4, "ignore_eos": True})
+    llm.close()
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_the_same_command_has_nothing_left_to_do_and_other_options_are_refused(
+    small: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in (small / "deploy.toml", *(small / "weights").iterdir())}
+    assert main([*arguments(model, small), *SMALL]) == 0
+    said = capsys.readouterr().err
+    assert all(f"{name}: done before" in said for name in ("plan", "quantize", "tune", "verify", "bundle"))
+    assert {path: path.read_bytes() for path in before} == before
+    assert main([*arguments(model, small), "--memory", "500KB", "--max-loss", "5%"]) == 2
+    assert "has a bundle with memory 400000, and memory is now 500000: give another" in capsys.readouterr().err
+    (small.parent / "other").mkdir()
+    (small.parent / "other" / "thesis.txt").write_text("years of work")
+    assert main(arguments(model, small.parent / "other")) == 2
+    assert "holds other files, and no bundle" in capsys.readouterr().err
+
+
+def test_weights_stay_as_they_are_unless_something_asks_and_are_copied(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    assert main([*arguments(model, out), "--max-loss", "5%"]) == 0
+    told = json.loads((out / "report.json").read_text())["stages"]
+    assert told["quantize"]["result"]["why"] == "neither memory nor the target asks for fewer bits"
+    assert told["verify"]["result"]["answers"] == 1 and told["verify"]["result"]["loss"] is None
+    described = tomllib.loads((out / "deploy.toml").read_text())
+    assert described["bundle"]["weights"] == "weights" and not described["bundle"].get("is_quantized")
+    copied = (out / "weights" / "model.safetensors").read_bytes()
+    assert copied == (model / "model.safetensors").read_bytes()
+
+
+def test_a_model_that_is_quantized_is_not_quantized_again(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "again"
+    calibration = ["--max-loss", "5%", "--target", "itl 10s"]
+    assert main(["deploy", str(small / "weights"), "--out", str(out), *FEW, *calibration]) == 0
+    told = json.loads((out / "report.json").read_text())["stages"]["quantize"]["result"]
+    assert told["why"] == "weights are quantized already (compressed-tensors): never twice"
+
+
+def test_a_quantizer_that_is_good_on_its_own_text_alone_is_caught(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = Mixture.make
+
+    def bad(self: Mixture, report: object, budget: object, out: Path, **options: object) -> object:
+        made = make(self, report, budget, out, **options)  # type: ignore[arg-type]
+        [file] = out.glob("*.safetensors")
+        tensors = load_file(file)
+        spoiled = {name: 1.5 * tensor if name.endswith("scale") else tensor for name, tensor in tensors.items()}
+        save_file(spoiled, file)
+        return made
+
+    monkeypatch.setattr(Mixture, "make", bad)
+    out = tmp_path / "bundle"
+    assert main([*arguments(model, out), *SMALL]) == 1
+    said = capsys.readouterr().out
+    assert "failed: loss is" in said and "0.04879 is allowed (--max-loss)" in said
+    assert not (out / "deploy.toml").exists() and (out / "UNFINISHED").exists()
+    assert "loss is" in (out / "report.html").read_text()
+    assert main(["serve", str(out)]) == 2
+    assert "is an unfinished bundle" in capsys.readouterr().err
+
+
+def test_a_target_that_is_missed_is_told_with_its_number(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments(model, tmp_path / "bundle"), "--target", "ttft 1s, itl 0.0001ms"]) == 1
+    assert "(99 of 100): the target is 0.0001 ms (--target)" in capsys.readouterr().out
+
+
+BAD = [
+    ("", "out is missing"),
+    ("--out new --max-loss much", "max_loss is 'much': it must be a share"),
+    ("--out new --max-loss 0", "max_loss is 0: it must be above 0"),
+    ("--out new --target fast", "target is 'fast': it must be limits of ttft and itl"),
+    ("--out new --target itl=0ms", "target itl is '0ms': no token takes no time"),
+    ("--out new --memory some", "memory: the size 'some' must be a number of bytes"),
+    ("--out new --memory 200KB", "does not fit"),
+    (f"--out new --memory 400KB --workload {LOAD}", "allow a loss for fewer bits by --max-loss 1%"),
+    ("--out new --workload most", "workload 'most' is unknown"),
+    ("--out new --workload mixed256", "workload mixed256 has requests of"),
+    ("--out new --repetitions 0", "repetitions is 0: it must be at least 1"),
+    ("--out new --tune-seconds -1", "tune_seconds is -1: it must be 0 or more"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD)
+def test_bad_input_is_refused_in_one_line(
+    given: str,
+    message: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["deploy", str(model), *given.split()]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "new" / "deploy.toml").exists()
+
+
+MOMENTS = "discover,plan,shard,among weights,quantize,among measurements,tune,verify,bundle"
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param("among weights,among measurements,bundle", id="three times"),
+        pytest.param(MOMENTS, id="at each stage", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_deployment_that_is_killed_makes_the_same_bundle(
+    moments: str, small: Path, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "bundle"
+    command = [sys.executable, "-m", "tests.support.killed_deployments", moments, *arguments(model, out), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], env=os.environ)
+    ends = dict(line.removeprefix("ended ").split(": ") for line in done.stdout.splitlines() if "ended " in line)
+    assert ends.pop("whole") == "0", done.stderr
+    assert ends == dict.fromkeys(moments.split(","), "9"), done.stderr
+    assert not (out / "UNFINISHED").exists()
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    for name in ("weights/model.safetensors", "weights/config.json"):
+        assert (out / name).read_bytes() == (small / name).read_bytes()
+    one, other = (tomllib.loads((folder / "deploy.toml").read_text()) for folder in (out, small))
+    assert one == other
