@@ -1,7 +1,6 @@
 """Guesses of another server, whatever it does."""
 
 import gc
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvern.errors import ConfigError
 from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from tests.support.draft_server import MODELS, Body, Drafts, counting, drafts_served
+from tests.support.ports import free_port
 from tests.support.remote_drafts import PROMPTS, SMALL, answered, ask_always, compare, request, settle, wait_for_answers
 from tests.support.served import serving
 
@@ -189,9 +189,7 @@ def test_a_server_that_dies_and_comes_back(
 
 
 def test_nobody_listens(asking: Callable[[str], RemoteProposer], caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    assert answered(asking(f"http://127.0.0.1:{port}/v1"), request([1, 5])) == []
+    assert answered(asking(f"http://127.0.0.1:{free_port()}/v1"), request([1, 5])) == []
     assert "Cannot connect" in caplog.text
 
 

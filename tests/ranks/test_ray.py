@@ -24,7 +24,8 @@ from kvern.errors import ConfigError
 from kvern.io.sockets import MOST_PROCESSES
 from kvern.runner.ranks.rank_processes import MODULE, MODULE_OF_DP_ATTENTION
 from tests.support.families import make_checkpoint
-from tests.support.ray_cluster import RAY, RayCluster, free_port
+from tests.support.ports import free_port
+from tests.support.ray_cluster import RAY, RayCluster
 from tests.support.served import ENGINE, KEY, Served, command_of, eventually
 from tests.support.tiny_model import make_tiny_model
 

@@ -27,7 +27,7 @@ from kvern.text.tokenizer import Tokenizer
 from kvern.tiers.remote_pages import PEER_KEY, Hello, connect, listen, peer_secret
 from kvern.tiers.remote_pages import encode as encode_question
 from kvern.version import __version__
-from tests.support.ray_cluster import free_port
+from tests.support.ports import free_port
 
 READY = Ready(100, 4, "", model=ModelFacts(vocab_size=100), pages="ab (-tp 1 -pp 1)")
 START = Start({"version": __version__, "pages": READY.pages})

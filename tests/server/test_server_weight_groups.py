@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvern import LLM, SamplingParams
+from tests.support.ports import free_port
 from tests.support.served import KEY, Served, eventually, serving
 
 ADMIN = "admin-key"
@@ -38,9 +38,7 @@ ALL = 1000
 @contextlib.contextmanager
 def trainer(file: Path, count: int = ALL) -> Iterator[str]:
     """A process that broadcasts the tensors of a file, as many as `count`, and ends; its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     process = subprocess.Popen([sys.executable, "-c", TRAINER, address, str(file), str(count)], stderr=subprocess.PIPE)
     try:
         yield address

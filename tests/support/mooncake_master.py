@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
+
 
 def _why_not() -> str:
     """Why Mooncake cannot be used here; empty if it can."""
@@ -30,12 +32,8 @@ class Master:
     """A master on a port of this machine."""
 
     def __init__(self) -> None:
-        sockets = [socket.socket() for _ in range(2)]
-        for free in sockets:
-            free.bind(("127.0.0.1", 0))
-        self.port, self._metrics = (int(free.getsockname()[1]) for free in sockets)
-        for free in sockets:
-            free.close()
+        self.port = free_port()
+        self._metrics = self.port + 1
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,15 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.support.ports import free_port
+
 STORE_BYTES = 80_000_000
 START_SECONDS = 120
 RAY = str(Path(sys.executable).with_name("ray"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RayCluster:

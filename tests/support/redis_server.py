@@ -4,12 +4,13 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import free_port
 
 BINARY = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is installed")
@@ -19,9 +20,7 @@ class RedisServer:
     """A server process on a port of this machine that keeps its data in memory alone."""
 
     def __init__(self, folder: Path, *options: str, tls: bool = False) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         ports = ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
         quiet = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder), "--io-threads", "1"]
         self._command = [str(BINARY), *ports, *quiet, *options]

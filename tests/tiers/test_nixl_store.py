@@ -21,7 +21,7 @@ from kvern.tiers.page_server import PageServer
 from kvern.tiers.remote_pages import PEER_KEY, PEER_KEY_FILE, Hello, Refused, Where, encode, peer_secret
 from kvern.tiers.store import make_store
 from tests.support.page_stores import IDENTITY, PAGE, get, has, name_of, put
-from tests.support.ray_cluster import free_port
+from tests.support.ports import free_port
 from tests.support.served import eventually
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 from kvern import EngineConfig
 from kvern.errors import ConfigError
 from kvern.tiers.remote_pages import PEER_KEY
-from tests.support.ray_cluster import free_port
+from tests.support.ports import free_port
 from tests.support.served import Served, eventually, serving
 
 pytestmark = pytest.mark.skipif(
