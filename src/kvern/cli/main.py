@@ -211,6 +211,7 @@ COMMANDS = {
     ("simulate",): "kvern.cli.simulate:SimulateCommand",
     ("quantize",): "kvern.cli.quantize:QuantizeCommand",
     ("train-eagle",): "kvern.cli.train_eagle:TrainEagleCommand",
+    ("triton",): "kvern.cli.triton:TritonCommand",
     ("bench", "offline"): "kvern.cli.bench:Offline",
     ("bench", "serve"): "kvern.cli.bench_serve:ServeBench",
     ("bench", "steps"): "kvern.cli.bench_steps:StepsCommand",

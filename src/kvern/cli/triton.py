@@ -1,0 +1,78 @@
+"""``kvern triton MODEL --out REPOSITORY``: a model for Triton Inference Server."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from kvern.cli.output import print_lines
+from kvern.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+LONGEST_SOCKET = 107
+"""The limit of a Unix socket's path in bytes."""
+
+
+@dataclass(frozen=True)
+class TritonCommand:
+    """Write a model into a repository of Triton Inference Server. Triton then starts `kvern serve`, or finds one that
+    runs, and the model answers with inputs and outputs as Triton's vLLM backend names them."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Folder, Hugging Face id, or the name of an embedded model."""
+    out: Path | None = None
+    """Folder of the repository; it is made if there is none."""
+    name: str | None = None
+    """Name of the model in Triton. None: the last part of MODEL."""
+    socket: Path | None = None
+    """Unix socket of a server that runs: kvern serve MODEL --uds PATH. None: Triton starts one with the model, and ends
+    it when the model is unloaded."""
+    options: str = ""
+    """Options of kvern serve where Triton starts it, in quotes: "--max-model-len 8192"."""
+    kvern: str = f"{sys.executable} -m kvern"
+    """Command of kvern where Triton runs."""
+    overwrite: bool = False
+    """Replace the files of a model of this name."""
+
+    def execute(self) -> int:
+        """Writes the model and returns the exit code. Raises ConfigError."""
+        from kvern.triton_repository.writer import write_model
+
+        if self.out is None:
+            raise ConfigError("out is missing: give the repository's folder, as --out REPOSITORY")
+        name = self.name if self.name is not None else Path(self.model.rstrip("/")).name
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"name is {name!r}: it must be of letters, digits, '_', '-' and '.'; give another --name")
+        folder = write_model(self.out, name, self._parameters(), self.overwrite)
+        print_lines(f"{folder} is written: tritonserver --model-repository {self.out}")
+        return 0
+
+    def _parameters(self) -> dict[str, str]:
+        """The parameters of the model. Raises ConfigError."""
+        if self.socket is None:
+            return {"serve": f"{self.kvern} serve {shlex.quote(self.model)} {self._checked()}".rstrip()}
+        if self.options:
+            raise ConfigError(f"options are {self.options!r} and socket is {self.socket}: that server has its own")
+        path = str(self.socket.absolute())
+        if len(path.encode()) > LONGEST_SOCKET:
+            raise ConfigError(f"socket is {path!r}: the path of a socket has {LONGEST_SOCKET} bytes at most")
+        return {"socket": path}
+
+    def _checked(self) -> str:
+        """The options of kvern serve. Raises ConfigError for those that it would not take."""
+        from kvern.cli.main import read_command
+
+        try:
+            arguments = shlex.split(self.options)
+        except ValueError as error:
+            raise ConfigError(f"options are {self.options!r}: {error}") from None
+        read_command(["serve", self.model, *arguments], {})
+        if any(argument.split("=")[0] in ("--uds", "--host", "--port") for argument in arguments):
+            raise ConfigError(f"options are {self.options!r}: the model itself gives --uds; leave the address out")
+        return shlex.join(arguments)

@@ -1,0 +1,543 @@
+"""A model of Triton Inference Server (Python backend) whose requests `kvern serve` answers over its Unix socket.
+
+    Triton --execute--> Request, one for each --loop's thread--> kvern serve
+    Triton <--responses--- sender's thread <---its news--- loop's thread
+
+The sender's thread alone makes the calls that cross to Triton's process (responses, cancellation, metrics): made from
+several threads, they end the process. `kvern triton` writes this file, which needs Python and numpy.
+"""
+
+import asyncio
+import collections
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+RETURNS = ("finish_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens", "message")
+"""Outputs that a request asks for by an input `return_NAME`."""
+INPUTS = {
+    "text_input": ("STRING", [1]),
+    "messages": ("STRING", [1]),
+    "image": ("STRING", [-1]),
+    "stream": ("BOOL", [1]),
+    "sampling_parameters": ("STRING", [1]),
+    "exclude_input_in_output": ("BOOL", [1]),
+    **{f"return_{name}": ("BOOL", [1]) for name in RETURNS},
+}
+OUTPUTS = {
+    "text_output": ("STRING", [-1]),
+    "finish_reason": ("STRING", [-1]),
+    "cumulative_logprob": ("FP32", [-1]),
+    "num_input_tokens": ("UINT32", [1]),
+    "num_output_tokens": ("UINT32", [-1]),
+    "message": ("STRING", [-1]),
+}
+TYPES = {"STRING": np.object_, "FP32": np.float32, "UINT32": np.uint32, "INT32": np.int32}
+OF_TRITON = re.compile(r"triton_|sequence_|binary_data|priority$|timeout$|headers$")
+"""Beginnings of a request's parameters that speak to Triton."""
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+INVALID_ARG = "INVALID_ARG"
+UNAVAILABLE = "UNAVAILABLE"
+CANCELLED = "CANCELLED"
+INTERNAL = "INTERNAL"
+TICK = 0.025
+"""Seconds between responses of one stream when there are too many of them."""
+MOST_RESPONSES = 1500
+"""Pieces of answers per second, of all streams, up to which each becomes a response at once."""
+SMOOTHING = 0.2
+"""The part of a tick in the mean of its pieces per second."""
+CANCEL_SECONDS = 0.05
+"""Seconds between questions whether a request was cancelled."""
+MOST_QUESTIONS = 100
+"""Questions about cancellation in a tick."""
+METRIC_SECONDS = 2.0
+MOST_UPDATES = 50
+"""Metrics that are set in a tick."""
+SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class Refused(Exception):
+    """Raised for a request that cannot be asked as it is."""
+
+
+class Request(asyncio.Protocol):
+    """A request of Triton, its connection to kvern, and what has come and is not sent on.
+
+    The protocol's methods run in the loop's thread, `send` in the sender's.
+    """
+
+    def __init__(self, model: "TritonPythonModel", asked: Any) -> None:
+        self._model = model
+        self._asked = asked
+        self.sender = asked.get_response_sender()
+        self.begun = self.told = self.ended = self.streams = False
+        self.count = 1
+        self._prefix = ""
+        self._wanted: set[str] = set()
+        self._news: collections.deque[dict[str, Any]] = collections.deque()
+        self._error: tuple[str, str] | None = None
+        self._logprobs: collections.defaultdict[int, float] = collections.defaultdict(float)
+        self._prompt_tokens = 0
+        self.task: Any = None
+        self._transport: asyncio.Transport | None = None
+        self._data = b""
+        self._status = 0
+        self._is_stream = False
+        try:
+            self.path, self.body = self.question()
+        except (Refused, ValueError) as error:
+            self.fail(INVALID_ARG, str(error))
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """The first element of an input, texts as str; `default` without the input."""
+        tensor = pb_utils.get_input_tensor_by_name(self._asked, name)
+        if tensor is None or not tensor.as_numpy().size:
+            return default
+        found = tensor.as_numpy().reshape(-1)[0]
+        return found.decode() if isinstance(found, bytes) else found.item() if hasattr(found, "item") else found
+
+    def json(self, name: str, text: str, kind: type) -> Any:
+        """The value of a text in JSON. Raises Refused if it is not of that kind."""
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise Refused(f"{name} is no JSON ({error}): {text[:100]!r}") from None
+        if not isinstance(found, kind):
+            raise Refused(f"{name} is {text[:100]!r}: it must be a JSON {'list' if kind is list else 'object'}")
+        return found
+
+    def question(self) -> tuple[str, dict[str, Any]]:
+        """The route of kvern and the body for it. Raises Refused."""
+        given = self.value("sampling_parameters")
+        body = self.json("sampling_parameters", given or self._asked.parameters() or "{}", dict)
+        if given is None:
+            body = {name: value for name, value in body.items() if not OF_TRITON.match(name)}
+        if "lora_name" in body:
+            body["model"] = body.pop("lora_name")
+        text, messages = self.value("text_input"), self.value("messages")
+        if (text is None) == (messages is None):
+            raise Refused("text_input and messages: give one of them, a text or a conversation as JSON")
+        self.streams = bool(self.value("stream", body.pop("stream", False)))
+        excluded = self.value("exclude_input_in_output", self.streams or text is None)
+        if not excluded and (self.streams or text is None):
+            raise Refused("exclude_input_in_output is false: a stream or conversation cannot repeat its input")
+        self._prefix = "" if excluded else str(text)
+        self._wanted = {name for name in RETURNS if self.value(f"return_{name}", False)}
+        self.count = body.get("n") or 1
+        talk = None if messages is None else self.json("messages", messages, list)
+        images = pb_utils.get_input_tensor_by_name(self._asked, "image")
+        if images is not None and images.as_numpy().size:
+            talk = with_images(talk or [{"role": "user", "content": text}], images.as_numpy().reshape(-1).tolist())
+        if "cumulative_logprob" in self._wanted:
+            body["logprobs"] = body.get("logprobs") or (talk is not None or 0)
+        if {"num_input_tokens", "num_output_tokens"} & self._wanted:
+            body["return_token_ids"] = True
+        body |= {"stream": self.streams} | ({"prompt": text} if talk is None else {"messages": talk})
+        return f"/v1/{'completions' if talk is None else 'chat/completions'}", body
+
+    def connection_made(self, transport: Any) -> None:
+        """Sends the question."""
+        self._transport = transport
+        if self.ended:
+            transport.abort()
+        else:
+            transport.write(http_request(self.path, json.dumps(self.body).encode()))
+            self.body = {}
+
+    def data_received(self, data: bytes) -> None:
+        """Reads the answer's head, then events; an answer that is no stream is read at its end."""
+        self._data += data
+        if not self._status:
+            head, found, rest = self._data.partition(b"\r\n\r\n")
+            if not found:
+                return
+            self._status = int(head.split()[1])
+            self._is_stream = b"text/event-stream" in head
+            self._data = rest
+        if self._is_stream:
+            *events, self._data = self._data.split(b"\n\n")
+            for event in events:
+                self._take(event.removeprefix(b"data: "))
+
+    def _take(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.end()
+            return
+        content = json.loads(data)
+        if "error" in content:
+            kind = content["error"]["type"]
+            self.fail(code_of(400 if kind == "invalid_request_error" else 503), content["error"]["message"])
+            return
+        self._model.arrived += 1
+        self._news.append(content)
+        self.tell()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Reads an answer that is no stream; one that is cut off becomes an error."""
+        if self.ended:
+            return
+        try:
+            content = json.loads(self._data) if self._status and not self._is_stream else None
+        except ValueError:
+            content = None
+        if content is None:
+            self.fail(UNAVAILABLE, "kvern's server ended before the answer was complete: ask again")
+        elif self._status != 200:
+            self.fail(code_of(self._status), content["error"]["message"])
+        else:
+            self._news.append(content)
+            self.end()
+
+    def fail(self, code: str, message: str) -> None:
+        """Ends the request with an error, unless it has ended."""
+        if not self.ended:
+            self._error = code, message
+            self.end()
+
+    def cancel(self, code: str, message: str) -> None:
+        """Ends the request with an error; kvern sees the closed connection, and computes no more."""
+        self.fail(code, message)
+        if self._transport is not None:
+            self._transport.abort()
+
+    def end(self) -> None:
+        """No more will come."""
+        self.ended = True
+        self.tell()
+
+    def tell(self) -> None:
+        """Lets the sender know of news, once until it has taken them."""
+        if not self.told:
+            self.told = True
+            self._model.told.put(self)
+
+    def send(self) -> bool:
+        """Sends what has come as one response. Returns whether it is the last one."""
+        self.told = False  # before the news are taken: what comes now is told again
+        ended = self.ended
+        news = []
+        with contextlib.suppress(IndexError):
+            while True:
+                news.append(self._news.popleft())
+        flags = FINAL if ended else 0
+        if ended and self._error is not None:
+            self.sender.send(error_response(*self._error), flags=flags)
+        elif news:
+            self.begun = True
+            tensors = [tensor(name, *values) for name, *values in self.outputs(news)]
+            self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
+        elif ended:
+            self.sender.send(flags=flags)
+        return ended
+
+    def outputs(self, news: Sequence[dict[str, Any]]) -> Any:
+        """Yields each output's name, type and values: what is new in the chunks, or in the whole answer."""
+        texts = [self._prefix] * self.count
+        reasons = ["None"] * self.count
+        tokens = [0] * self.count
+        parts: list[str] = []
+        for content in news:
+            for choice in content["choices"]:
+                prompt = choice.get("prompt_token_ids") or content.get("prompt_token_ids") or ()
+                self._prompt_tokens = len(prompt) or self._prompt_tokens
+                index = choice["index"]
+                message = choice.get("delta", choice.get("message"))
+                texts[index] += (choice["text"] if message is None else message.get("content")) or ""
+                reasons[index] = str(choice["finish_reason"] or reasons[index])
+                tokens[index] += len(choice.get("token_ids") or ())
+                self._logprobs[index] += sum(logprobs_of(choice.get("logprobs") or {}))
+                parts.append(json.dumps(message))
+        yield "text_output", "STRING", texts
+        found: dict[str, Any] = {
+            "finish_reason": reasons,
+            "cumulative_logprob": [self._logprobs[index] for index in range(self.count)],
+            "num_input_tokens": [self._prompt_tokens],
+            "num_output_tokens": tokens,
+            "message": parts,
+        }
+        yield from ((name, OUTPUTS[name][0], found[name]) for name in RETURNS if name in self._wanted)
+
+
+def error_response(code: str, message: str) -> Any:
+    """A response without outputs."""
+    return pb_utils.InferenceResponse(
+        output_tensors=[], error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    )
+
+
+def tensor(name: str, kind: str, values: Any) -> Any:
+    """An output; texts are encoded."""
+    array = np.empty(len(values), object) if kind == "STRING" else np.array(values, TYPES[kind])
+    if kind == "STRING":
+        array[:] = [text.encode() for text in values]
+    return pb_utils.Tensor(name, array)
+
+
+def with_images(messages: list[Any], images: Sequence[bytes]) -> list[Any]:
+    """The conversation with images, in base64, in its last message."""
+    content = messages[-1].get("content") or ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    urls = [f"data:image/jpeg;base64,{image.decode()}" for image in images]
+    found = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*messages[:-1], {**messages[-1], "content": [*found, *parts]}]
+
+
+def logprobs_of(found: dict[str, Any]) -> list[float]:
+    """The log-probabilities of new tokens, in the format of either route."""
+    tokens = [item["logprob"] for item in found.get("content") or ()] or found.get("token_logprobs") or []
+    return [value for value in tokens if value is not None]
+
+
+def code_of(status: int) -> str:
+    """Triton's code for a status of HTTP."""
+    if status in (408, 429, 503):
+        return UNAVAILABLE
+    return INVALID_ARG if status < 500 else INTERNAL
+
+
+def http_request(path: str, body: bytes | None = None) -> bytes:
+    """A request whose answer ends with its connection (HTTP/1.0), and so has no chunks."""
+    key = os.environ.get("KVERN_API_KEY", "").partition(",")[0]
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.0", "Host: localhost"]
+    lines += [f"Authorization: Bearer {key}"] if key else []
+    lines += [] if body is None else ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + (body or b"")
+
+
+def fetch(path: str, route: str, body: bytes | None = None) -> tuple[int, bytes]:
+    """The status and content of an answer; status 0 if nothing answers at the socket."""
+    data = b""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(path)
+        connection.sendall(http_request(route, body))
+        while part := connection.recv(1 << 16):
+            data += part
+    head, _, content = data.partition(b"\r\n\r\n")
+    return (int(head.split()[1]) if head else 0), content
+
+
+class Figures:
+    """kvern's metrics as metrics of Triton, under the same names and labels. Buckets of histograms are counters."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[str, tuple[Any, float]] = {}
+        self.waiting: dict[str, float] = {}
+        self._kinds: dict[str, str] = {}
+        self._known: set[str] = set()
+
+    def read(self, text: str) -> None:
+        """Takes the text of /metrics."""
+        waiting: dict[str, float] = {}
+        kind = ""
+        for line in text.splitlines():
+            if line.startswith("# TYPE "):
+                kind = line.split()[3]
+            elif not line.startswith("#") and kind and (found := SAMPLE.fullmatch(line)):
+                self._kinds[found[1]] = "GAUGE" if kind == "gauge" else "COUNTER"
+                if not found[1].endswith("_created"):
+                    waiting[line.rpartition(" ")[0]] = float(found[3])
+        self._known, self.waiting = set(waiting), waiting
+
+    def update(self) -> None:
+        """Sets some of the metrics that have changed, and ends those that kvern has no more."""
+        for name in self._metrics.keys() - self._known:
+            del self._metrics[name]
+        for _ in range(min(MOST_UPDATES, len(self.waiting))):
+            name, value = self.waiting.popitem()
+            self._set(name, value)
+
+    def _set(self, name: str, value: float) -> None:
+        metric, before = self._metrics.get(name, (None, 0.0))
+        if metric is not None and value == before:
+            return
+        base, labels = name.partition("{")[::2]
+        kind = self._kinds[base]
+        if metric is None or (value < before and kind == "COUNTER"):  # kvern began again
+            if base not in self._families:
+                family = pb_utils.MetricFamily
+                self._families[base] = family(name=base, description=f"kvern's {base}", kind=getattr(family, kind))
+            self._metrics.pop(name, None)
+            metric = None  # Triton's metric ends before its successor begins
+            read = {key: json.loads(f'"{text}"') for key, text in LABEL.findall(labels)}
+            metric, before = self._families[base].Metric(labels=read), 0.0
+        if kind == "COUNTER":
+            metric.increment(value - before)
+        else:
+            metric.set(value)
+        self._metrics[name] = metric, value
+
+
+class TritonPythonModel:
+    """The model: it starts `kvern serve`, or finds one that runs, and hands requests over."""
+
+    INPUTS: ClassVar = INPUTS
+    OUTPUTS: ClassVar = OUTPUTS
+    OPTIONAL: ClassVar = frozenset(INPUTS)
+    REQUEST: ClassVar = Request
+
+    @classmethod
+    def auto_complete_config(cls, config: Any) -> Any:
+        """Adds inputs, outputs and the policy to a configuration."""
+        for name, (kind, dims) in cls.INPUTS.items():
+            entry = {"name": name, "data_type": f"TYPE_{kind}", "dims": dims}
+            config.add_input(entry | ({"optional": True} if name in cls.OPTIONAL else {}))
+        for name, (kind, dims) in cls.OUTPUTS.items():
+            config.add_output({"name": name, "data_type": f"TYPE_{kind}", "dims": dims})
+        config.set_max_batch_size(0)
+        config.set_model_transaction_policy({"decoupled": True})
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Starts kvern if parameter `serve` has its command, else finds it at the path `socket`."""
+        given = json.loads(args["model_config"])["parameters"]
+        parameters = {name: item["string_value"] for name, item in given.items()}
+        self._grace = float(parameters.get("grace_seconds", 30))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._path = parameters.get("socket", "")
+        if "serve" in parameters:
+            self._start(parameters["serve"], float(parameters.get("start_seconds", 600)))
+        elif fetch(self._path, "/ping")[0] != 200:
+            message = f"no server is ready at {self._path!r}: start kvern serve MODEL --uds {self._path or 'PATH'}"
+            raise pb_utils.TritonModelException(f"{message}, or give its command as parameter serve")
+        self._stopped = False
+        self._asked = 0.0
+        self._asking: list[Request] = []
+        self.arrived = 0
+        """Pieces of answers that have come."""
+        self.told: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._requests: dict[Request, None] = {}
+        self._figures = Figures()
+        self._loop = asyncio.new_event_loop()
+        self._scraping = self._loop.create_task(self._scrape())
+        self._threads = [threading.Thread(target=run) for run in (self._serve, self._send)]
+        for thread in self._threads:
+            thread.start()
+
+    def _start(self, command: str, seconds: float) -> None:
+        self._path = f"{tempfile.mkdtemp(prefix='kvern-')}/socket"
+        ends_with_us = ctypes.CDLL(None).prctl
+        parts = [*shlex.split(command), "--uds", self._path]
+        self._process = subprocess.Popen(parts, preexec_fn=lambda: ends_with_us(1, signal.SIGTERM))  # noqa: S603
+        began = time.monotonic()
+        while fetch(self._path, "/ping")[0] != 200:
+            if self._process.poll() is not None:
+                raise pb_utils.TritonModelException(f"{command} ended with {self._process.returncode}: see the log")
+            if time.monotonic() - began > seconds:
+                self._process.kill()
+                raise pb_utils.TritonModelException(f"{command} was not ready in {seconds:g} s: raise start_seconds")
+            time.sleep(0.05)
+
+    def is_ready(self) -> bool:
+        """Returns whether kvern takes requests. Versions of Triton before 2026 do not ask."""
+        return fetch(self._path, "/ping")[0] == 200
+
+    def execute(self, requests: Any) -> None:
+        """Hands requests to the loop's thread."""
+        for asked in requests:
+            request = self.REQUEST(self, asked)
+            self._requests[request] = None
+            if not request.ended:
+                request.task = asyncio.run_coroutine_threadsafe(self._connect(request), self._loop)
+
+    def finalize(self) -> None:
+        """Lets running requests end for `grace_seconds`, then ends the threads and the server that it started."""
+        ends = time.monotonic() + self._grace
+        while self._requests and time.monotonic() < ends:
+            time.sleep(TICK)
+        for request in list(self._requests):
+            self._loop.call_soon_threadsafe(request.cancel, UNAVAILABLE, "the model is unloaded: ask again")
+        while self._requests:
+            time.sleep(TICK)
+        self._stopped = True
+        self.told.put(None)
+        self._loop.call_soon_threadsafe(self._scraping.cancel)
+        for thread in self._threads:
+            thread.join()
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self._path))
+
+    def _serve(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._scraping)
+        self._loop.close()
+
+    async def _connect(self, request: Request) -> None:
+        try:
+            await self._loop.create_unix_connection(lambda: request, self._path)
+        except OSError as error:
+            request.fail(UNAVAILABLE, f"kvern does not answer at {self._path}: {error.strerror or error}")
+
+    async def _scrape(self) -> None:
+        while True:
+            status, text = await self._loop.run_in_executor(None, fetch, self._path, "/metrics")
+            if status == 200:
+                self._figures.read(text.decode())
+                self.told.put(None)
+            await asyncio.sleep(METRIC_SECONDS)
+
+    def _send(self) -> None:
+        """Sends news until the model ends: at once up to MOST_RESPONSES, and the first and last ones; else at ticks."""
+        late: dict[Request, None] = {}
+        due = began = time.monotonic()
+        rate = 0.0
+        arrived = 0
+        while not self._stopped:
+            wait = max(due - time.monotonic(), 0) if self._requests or self._figures.waiting else None
+            with contextlib.suppress(queue.Empty):
+                request = self.told.get(timeout=wait)
+                if request is not None and request.begun and not request.ended and rate > MOST_RESPONSES:
+                    late[request] = None
+                elif request is not None:
+                    self._pass_on(request)
+            now = time.monotonic()
+            if now < due:
+                continue
+            for request in late:
+                self._pass_on(request)
+            late.clear()
+            rate += SMOOTHING * ((self.arrived - arrived) / max(now - began, TICK) - rate)
+            arrived = self.arrived
+            began = now
+            due = now + TICK
+            self._look_for_cancelled(now)
+            self._figures.update()
+
+    def _pass_on(self, request: Request) -> None:
+        try:
+            last = request.send()
+        except Exception as error:  # what is wrong with one request must not end the others
+            last = True
+            self._loop.call_soon_threadsafe(request.cancel, INTERNAL, str(error))
+            with contextlib.suppress(Exception):
+                request.sender.send(error_response(INTERNAL, str(error)), flags=FINAL)
+        if last:
+            self._requests.pop(request, None)
+
+    def _look_for_cancelled(self, now: float) -> None:
+        if not self._asking and now - self._asked > CANCEL_SECONDS:
+            self._asking, self._asked = list(self._requests), now
+        for request in self._asking[:MOST_QUESTIONS]:
+            if not request.ended and request.sender.is_cancelled():
+                self._loop.call_soon_threadsafe(request.cancel, CANCELLED, "the client cancelled the request")
+        del self._asking[:MOST_QUESTIONS]

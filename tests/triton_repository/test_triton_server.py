@@ -1,0 +1,243 @@
+"""Models of a real Triton Inference Server, which kvern answers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvern.cli.main import main
+from tests.support.served import SMALL, Served, children_of, command_of, eventually, serving
+from tests.support.triton_server import TritonServer, needs_triton, triton
+
+pytestmark = needs_triton
+MODEL = "kvern-1m"
+GREEDY = {"temperature": 0, "max_tokens": 24}
+STORY = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+PROMPTS = ["Hello", "The capital of France is", "ä ö ü 😀 and"]
+TALK = [{"role": "user", "content": "What is 17 + 25?"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path) -> Iterator[TritonServer]:
+    """A Triton that starts while kvern does."""
+    with triton(folder / "models", folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def kvern(folder: Path, begun: TritonServer) -> Iterator[Served]:
+    with serving(*SMALL, "--uds", str(folder / "socket")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, begun: TritonServer, kvern: Served) -> TritonServer:
+    assert main(["triton", MODEL, "--out", str(folder / "models"), "--socket", str(folder / "socket")]) == 0
+    begun.wait()
+    begun.load(MODEL)
+    return begun
+
+
+@pytest.fixture(scope="module")
+def http(folder: Path, kvern: Served) -> Iterator[httpx.Client]:
+    transport = httpx.HTTPTransport(uds=str(folder / "socket"))
+    with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+        yield client
+
+
+def asked(http: httpx.Client, route: str = "completions", **body: Any) -> Any:
+    return http.post(f"/v1/{route}", json=body).raise_for_status().json()
+
+
+def running(http: httpx.Client) -> int:
+    return sum(int(value) for value in http.get("/load").json().values() if isinstance(value, int))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_texts_are_those_of_completions(server: TritonServer, http: httpx.Client, prompt: str) -> None:
+    expected = asked(http, prompt=prompt, **GREEDY)["choices"][0]["text"]
+    assert server.ask(MODEL, text_input=prompt, stream=True, sampling=GREEDY).text() == expected
+    assert server.ask(MODEL, text_input=prompt, sampling=GREEDY).text() == prompt + expected
+    assert server.ask(MODEL, {"max_tokens": 24}, text_input=prompt, stream=True).text() == expected
+    status, content = server.call(f"/v2/models/{MODEL}/generate", {"text_input": prompt, "parameters": GREEDY})
+    assert (status, json.loads(content)["text_output"]) == (200, prompt + expected)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_conversations_are_answered_as_by_the_chat_route(
+    server: TritonServer, http: httpx.Client, stream: bool
+) -> None:
+    expected = asked(http, "chat/completions", messages=TALK, **GREEDY)["choices"][0]["message"]
+    answer = server.ask(MODEL, messages=json.dumps(TALK), stream=stream, return_message=True, sampling=GREEDY)
+    outputs = list(answer)
+    assert "".join(part for item in outputs for part in item["text_output"]) == expected["content"]
+    messages = [json.loads(part) for item in outputs for part in item["message"]]
+    assert messages[0]["role"] == "assistant"
+    assert "".join(message.get("content") or "" for message in messages) == expected["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_asked_of_an_answer(server: TritonServer, http: httpx.Client, stream: bool) -> None:
+    wanted = {f"return_{name}": True for name in ("finish_reason", "num_input_tokens", "num_output_tokens")}
+    wanted |= {"return_cumulative_logprob": True, "exclude_input_in_output": True, "stream": stream}
+    sampling = {"temperature": 1.0, "seed": 3, "n": 2, "max_tokens": 7}
+    outputs = list(server.ask(MODEL, text_input="Once upon", sampling=sampling, **wanted))
+    expected = asked(http, prompt="Once upon", logprobs=0, **sampling)
+    for index, choice in enumerate(expected["choices"]):
+        assert "".join(item["text_output"][index] for item in outputs) == choice["text"]
+        assert [item["finish_reason"][index] for item in outputs if item["finish_reason"][index] != "None"] == [
+            "length"
+        ]
+        assert outputs[-1]["cumulative_logprob"][index] == pytest.approx(sum(choice["logprobs"]["token_logprobs"]))
+        assert sum(item["num_output_tokens"][index] for item in outputs) == 7
+    assert {item["num_input_tokens"][0] for item in outputs} == {expected["usage"]["prompt_tokens"]}
+    assert len(outputs) == 1 or stream
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({}, "text_input and messages: give one of them"),
+        ({"text_input": "a", "messages": "[]"}, "text_input and messages: give one of them"),
+        ({"text_input": "a", "sampling_parameters": "{"}, "sampling_parameters is no JSON"),
+        ({"text_input": "a", "sampling_parameters": "[1]"}, "sampling_parameters is '[1]': it must be a JSON object"),
+        ({"text_input": "a", "sampling": {"temperature": -1}}, "temperature is -1"),
+        ({"text_input": "a", "sampling": {"temperature": -1}, "stream": True}, "temperature is -1"),
+        ({"text_input": "a", "sampling": {"lora_name": "other"}}, "other"),
+        ({"text_input": "a", "exclude_input_in_output": False, "stream": True}, "exclude_input_in_output is false"),
+        ({"text_input": "a" * 20_000}, "the prompt"),
+    ],
+)
+def test_wrong_requests_are_refused(server: TritonServer, inputs: dict[str, Any], said: str) -> None:
+    if "sampling_parameters" not in inputs:
+        inputs = {"sampling_parameters": json.dumps(inputs.get("sampling", GREEDY)), **inputs}
+    inputs.pop("sampling", None)
+    with pytest.raises(RuntimeError) as error:
+        server.ask(MODEL, **inputs).text()
+    assert said in str(error.value)
+    status, content = server.call(f"/v2/models/{MODEL}/generate", inputs)
+    assert (status, json.loads(content)["error"]) == (400, str(error.value))
+
+
+def test_a_cancelled_stream_frees_its_blocks(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
+    with kvern.held():
+        answers = [server.ask(MODEL, text_input="Once", stream=stream, sampling=STORY) for stream in (True, False)]
+        eventually(lambda: running(http) == 2)
+        for answer in answers:
+            answer.cancel()
+        eventually(lambda: running(http) == 0)
+    eventually(lambda: figures(http.get("/metrics").text)['kvern:num_requests_running{model_name="kvern-1m"}'] == 0)
+
+
+def test_a_stream_over_http_that_is_closed_ends(server: TritonServer, http: httpx.Client) -> None:
+    """Triton notices a closed connection when it sends the next response."""
+    ended = 'kvern:e2e_request_latency_seconds_count{finished_reason="abort",model_name="kvern-1m"}'
+    before = figures(http.get("/metrics").text).get(ended, 0)
+    url = f"http://127.0.0.1:{server.http}/v2/models/{MODEL}/generate_stream"
+    body = {"text_input": "Once", "stream": True, "parameters": STORY}
+
+    def one_is_cut() -> bool:
+        with httpx.Client() as client, client.stream("POST", url, json=body) as answer:
+            next(answer.iter_raw())
+        return figures(http.get("/metrics").text).get(ended, 0) > before
+
+    eventually(one_is_cut)
+
+
+def test_an_engine_that_is_killed_changes_no_text(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
+    expected = asked(http, prompt="Once", **STORY)["choices"][0]["text"]
+    with kvern.held():
+        answer = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)
+        eventually(lambda: running(http) == 1)
+        kvern.kill_engine()
+    assert answer.text() == expected
+
+
+def figures(text: str) -> dict[str, float]:
+    """kvern's metrics by name and labels."""
+    lines = [
+        line.rpartition(" ") for line in text.splitlines() if line.startswith("kvern:") and "_created{" not in line
+    ]
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_metrics_are_those_of_kvern(server: TritonServer, http: httpx.Client) -> None:
+    assert server.ask(MODEL, text_input="Hello", sampling=GREEDY).text()
+
+    def others() -> set[str]:
+        there = figures(http.get("/metrics").text)
+        here = figures(server.call("/metrics", port=server.metrics)[1].decode())
+        names = here.keys() | there.keys()
+        return {name for name in names if here.get(name) != pytest.approx(there.get(name))}
+
+    eventually(lambda: not others())
+    assert server.ask(MODEL, text_input="Hello", sampling=GREEDY).text()
+    eventually(lambda: not others())
+
+
+def test_unloading_lets_streams_end(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
+    with kvern.held():
+        answer = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)
+        eventually(lambda: running(http) == 1)
+        server.load(MODEL, "unload")
+        eventually(lambda: server.status(f"/v2/models/{MODEL}/ready") != 200)
+    assert len(answer.text()) > 300
+    server.load(MODEL)
+    assert server.ask(MODEL, text_input="Hello", sampling=GREEDY).text()
+
+
+def test_a_configuration_is_short_and_completed(server: TritonServer, folder: Path) -> None:
+    written = (folder / "models" / MODEL / "config.pbtxt").read_text()
+    assert len(written.splitlines()) <= 5
+    config = server.config(MODEL)
+    assert config["backend"] == "python" and config["model_transaction_policy"] == {"decoupled": True}
+    assert config["parameters"] == {"socket": {"string_value": str(folder / "socket")}}
+    assert "max_batch_size" not in config  # 0: it is left out
+    inputs = {item["name"]: item["data_type"] for item in config["input"] if item["optional"]}
+    assert inputs.keys() >= {
+        "text_input",
+        "image",
+        "stream",
+        "sampling_parameters",
+        "exclude_input_in_output",
+        "messages",
+    }
+    assert {item["name"]: item["data_type"] for item in config["output"]}["text_output"] == "TYPE_STRING"
+
+
+def test_a_server_that_is_gone_is_unavailable(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
+    """It is the last test: the server of all others ends."""
+    with kvern.held():
+        answer = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)
+        eventually(lambda: running(http) == 1)
+        kvern.process.kill()
+        with pytest.raises(RuntimeError, match="kvern's server ended before the answer was complete"):
+            answer.text()
+    kvern.process.wait()
+    with pytest.raises(RuntimeError, match=r"kvern does not answer at .*socket"):
+        server.ask(MODEL, text_input="Once", sampling=STORY).text()
+
+
+def test_triton_starts_kvern_and_ends_it(begun: TritonServer, folder: Path) -> None:
+    begun.wait()
+    options = "--options=--threads 1 --dtype float32 --max-model-len 512"
+    assert main(["triton", MODEL, "--out", str(folder / "models"), "--name", "started", options]) == 0
+    begun.load("started")
+    assert begun.ask("started", text_input="Hello", stream=True, sampling=GREEDY).text()
+    (process,) = servers(begun)
+    begun.load("started", "unload")
+    eventually(lambda: not Path(f"/proc/{process}").exists())
+
+
+def servers(server: TritonServer) -> list[int]:
+    """The processes `kvern serve` that Triton has started."""
+    stubs = children_of(server.process.pid)
+    return [child for stub in stubs for child in children_of(stub) if "kvern\0serve" in command_of(child)]
