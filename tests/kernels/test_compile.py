@@ -24,15 +24,23 @@ BY_DAY = ["llama", "qwen3_moe"]
 """Their kernels are those that nearly every model launches; every fourth of them is compiled."""
 OTHERS = (80, 89, 100, 120)
 """Cards beside Hopper: A100; L40S and RTX 4090; B200; RTX 5090."""
+AMD = ("gfx942", "gfx950")
+"""MI300 and MI350."""
+OF_AMD = ["gemma2", "glm4_moe_lite", "gemma4_text", "gpt_oss", "lfm2", "granitemoehybrid", "falcon_h1"]
+"""Models all of whose kernels compile for these."""
 
 
-def compile_for(capability: int, *arguments: str) -> None:
+def compiled(card: int | str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "tests.kernels.compile_for", str(capability), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.kernels.compile_for", str(card), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def compile_for(card: int | str, *arguments: str) -> None:
+    done = compiled(card, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"for sm_{capability}, 0 errors" in done.stdout
+    assert f"for {card if isinstance(card, str) else f'sm_{card}'}, 0 errors" in done.stdout
 
 
 def test_what_ranks_launch_is_among_the_launches_of_models() -> None:
@@ -57,6 +65,33 @@ def test_every_kernel_compiles_for_sm90_in_one_form(of: list[str]) -> None:
 )
 def test_some_launches_compile_for_other_cards(capability: int, models: list[str]) -> None:
     compile_for(capability, *models, "--sample")
+
+
+@pytest.mark.parametrize(
+    ("card", "models"),
+    [
+        ("gfx942", ["llama", "--sample", "--every", "3"]),
+        *(
+            pytest.param(card, models, marks=pytest.mark.nightly)
+            for card in AMD
+            for models in (["llama", "qwen3_moe"], [f"llama:{codes}" for codes in FORMS], [*OF_AMD, "--sample"])
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value)[:30],
+)
+def test_kernels_compile_for_amd(card: str, models: list[str]) -> None:
+    """Without registers in memory, and within the card's shared memory."""
+    compile_for(card, *models)
+
+
+def test_the_gate_for_amd_finds_what_a_card_would_not_run() -> None:
+    done = compiled("gfx942", "tests.kernels.amd_faults")
+    foreign, spilling, large, counted = done.stdout.splitlines()
+    assert done.returncode == 1
+    assert "LAUNCHES[0] does not compile: RuntimeError" in foreign
+    assert "registers are written to memory" in spilling
+    assert "bytes of shared memory, and the card has 65536" in large
+    assert "3 errors" in counted
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.convolution import PLACES, Drafts
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, has_ptx, next_power_of_2, wait_for_previous
 
 COLUMNS = 32
 """The columns of a matrix that one program updates."""
@@ -45,7 +45,7 @@ def exact_product(inputs, factor):
         low = (factor - middle.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(inputs, high, tl.dot(inputs, middle, tl.dot(inputs, low)))
     else:
-        return tl.dot(inputs.to(tl.float32), factor, input_precision="tf32x3")
+        return tl.dot(inputs.to(tl.float32), factor, input_precision="tf32x3" if has_ptx() else "ieee")
 
 
 @Launcher

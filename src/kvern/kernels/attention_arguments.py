@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.eight_bit import for_kernels, padded_dim
+from kvern.kernels.launch import stages
 
 LOG2_E = 1.4426950408889634
+BESIDE = 8 << 10
+"""Bytes of shared memory that a program takes beside tiles."""
 
 
 class CachedLayer(NamedTuple):
@@ -107,6 +110,11 @@ def tile_shape(query: Tensor, layer: CachedLayer, rows: int, keys: int) -> TileS
     _, _, block_size, kv_heads, _ = layer.cache.shape
     dim, softcap = padded_dim(head_dim, layer.cache), layer.softcap is not None
     return TileShape(kv_heads, heads // kv_heads, head_dim, block_size, layer.window or 0, softcap, dim, rows, keys)
+
+
+def stages_of(query: Tensor, layer: CachedLayer, of_tile: TileShape, wanted: int) -> int:
+    """The most of `wanted` stages of keys and values that the card's shared memory holds beside what is there."""
+    return stages(query.device, wanted, 2 * of_tile.KEYS * of_tile.DIM * layer.cache.element_size(), BESIDE)
 
 
 def scored(layer: CachedLayer) -> tuple[float, float]:

@@ -17,12 +17,13 @@ from kvern.kernels.attention_arguments import (
     empty_parts,
     pages_of,
     scored,
+    stages_of,
     tile_shape,
 )
 from kvern.kernels.attention_loop import attend, beside_sinks, first_blocks, first_tile, join_parts, parts_at_a_time
 from kvern.kernels.attention_prefix import SharedPrefix, attend_to_prefix, prefix_parts
 from kvern.kernels.eight_bit import in_values, query_factors, score_scale
-from kvern.kernels.launch import Launcher, Rows, next_power_of_2, rows_of, stages, wait_for_previous
+from kvern.kernels.launch import Launcher, Rows, next_power_of_2, rows_of, wait_for_previous
 
 
 class DecodeShape(NamedTuple):
@@ -41,8 +42,6 @@ class DecodeShape(NamedTuple):
 
 JOINED = tl.constexpr(16.0)
 """Keys that a program reads in the time that joining one more part takes."""
-BESIDE = 8 << 10
-"""Bytes of shared memory that a program takes beside tiles."""
 REQUESTS = tl.constexpr(256)
 """The number of requests whose keys a program counts at once."""
 
@@ -275,7 +274,6 @@ def decode_attention(
         before = prefix_parts(kv_heads, len(shared.members))
         prefix = empty_parts(requests, heads, before, head_dim=head_dim, device=query.device)
         attend_to_prefix(query, layer, table, decodes.slots, shared, prefix)
-    deep = stages(query.device, shape.stages, 2 * shape.tile * of_tile.DIM * layer.cache.element_size(), BESIDE)
     _decode_attention_kernel[(kv_heads, requests + helpers)](
         rows_of(query),
         pages_of(layer, table),
@@ -291,5 +289,5 @@ def decode_attention(
         shape.unsplit,
         parts_at_a_time(rows, of_tile.DIM, shape.warps),
         num_warps=shape.warps,
-        num_stages=deep,
+        num_stages=stages_of(query, layer, of_tile, shape.stages),
     )

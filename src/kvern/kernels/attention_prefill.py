@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_arguments import CachedLayer, Pages, Runs, pages_of, scored, tile_shape
+from kvern.kernels.attention_arguments import CachedLayer, Pages, Runs, pages_of, scored, stages_of, tile_shape
 from kvern.kernels.eight_bit import factors, in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, Rows, rows_of
 
@@ -181,13 +181,14 @@ def prefill_attention(
 
     Computes 4 * heads * head_dim operations for each pair of a query and a key it sees.
     """
+    of_tile = tile_shape(query, layer, shape.queries, shape.keys)
     _prefill_attention_kernel[(query.shape[1], runs.tile_request.shape[0])](
         rows_of(query),
         pages_of(layer, table),
         runs,
         out,
         *scored(layer),
-        tile_shape(query, layer, shape.queries, shape.keys),
+        of_tile,
         num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_stages=stages_of(query, layer, of_tile, shape.stages),
     )

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.attention_arguments import CachedLayer, Pages, Parts, pages_of, scored, tile_shape
+from kvern.kernels.attention_arguments import CachedLayer, Pages, Parts, pages_of, scored, stages_of, tile_shape
 from kvern.kernels.attention_loop import attend, first_blocks, most_rows
 from kvern.kernels.eight_bit import in_values, query_factors, score_scale
 from kvern.kernels.launch import Launcher, Rows, next_power_of_2, rows_of, wait_for_previous
@@ -143,5 +143,5 @@ def attend_to_prefix(
         of_tile._replace(ROWS=members * group),
         group,
         num_warps=warps,
-        num_stages=stages,
+        num_stages=stages_of(query, layer, of_tile, stages),
     )

@@ -18,6 +18,7 @@ from kvern.kernels.attention_arguments import (
     empty_parts,
     pages_of,
     scored,
+    stages_of,
     tile_shape,
 )
 from kvern.kernels.attention_loop import (
@@ -220,5 +221,5 @@ def split_attention(
         next_power_of_2(of_tile.group),
         parts_at_a_time(shape.rows, of_tile.DIM, shape.warps),
         num_warps=shape.warps,
-        num_stages=shape.stages,
+        num_stages=stages_of(query, layer, of_tile, shape.stages),
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 from kvern.kernels.accepted_drafts import NOTED, TOKENS, Written, exact_product
 from kvern.kernels.convolution import Drafts
 from kvern.kernels.delta_net import LENGTH_FLOOR, Gates, Heads, decay_of, rows_of, unit_of
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, has_ptx, next_power_of_2, wait_for_previous
 
 COLUMNS = 64
 """The columns of a state in one program; with more than a tile's rows its warps are side by side."""
@@ -102,7 +102,7 @@ def _read_drafts_kernel(
         found = tl.where(asks[:, None], found, (value - found) * written[:, None])
 
         sees = place[:, None] < tl.where(asks, of_both + 1, of_both)[None, :]
-        alike = tl.dot(key, tl.trans(pair), input_precision="tf32x3")
+        alike = tl.dot(key, tl.trans(pair), input_precision="tf32x3" if has_ptx() else "ieee")
         alike = alike * length[:, None] * (length_pair * written)[None, :]
         alike = tl.where(sees, alike * tl.exp(tl.where(sees, since_pair[None, :] - since[:, None], 0.0)), 0.0)
         for turn in range(tl.minimum(count - begin, TOKENS)):

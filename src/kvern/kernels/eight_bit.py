@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvern.kernels.launch import INTERPRETED, capability, next_power_of_2
+from kvern.kernels.launch import capability, has_ptx, next_power_of_2
 
 QUERY_DIVISOR = tl.constexpr(16.0)
 E4M3_BIAS = tl.constexpr(256.0)
@@ -33,7 +33,7 @@ def query_factors(queries, scales, kind: tl.constexpr):
 @triton.jit
 def factors(stored):
     """Returns numbers read from a cache as a factor of a product."""
-    if stored.dtype == tl.float8e4nv or (stored.dtype == tl.int8 and INTERPRETED):
+    if stored.dtype == tl.float8e4nv or (stored.dtype == tl.int8 and not has_ptx()):
         stored = stored.to(tl.float16)
     elif stored.dtype == tl.uint8:
         bits = stored.to(tl.uint16)
@@ -67,7 +67,7 @@ def factor_pairs(stored, kind: tl.constexpr):
         bits = stored.to(tl.uint16, bitcast=True)
         first = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         second = ((bits & 0x8000) | ((bits >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
-    elif INTERPRETED:
+    elif not has_ptx():
         first = ((stored << 8) >> 8).to(tl.float16)
         second = (stored >> 8).to(tl.float16)
     else:  # as in `factors`

@@ -55,6 +55,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 """The modules whose kernels are in each group, or single kernels."""
 ENCODER_GROUPS = frozenset({"texts", "rotary", "activation"})
 """The groups of an encoder, beside what PyTorch does."""
+NVIDIA_GROUPS = frozenset({"peer_exchange", "peer_sum", "shared_norm"})
+"""The groups whose kernels wait for other ranks by assembly of NVIDIA's."""
 MODEL_GROUPS = frozenset(MODULES) - {"texts"}
 """The groups of a model that generates text."""
 _GROUP_OF = {name: group for group, names in MODULES.items() for name in names}

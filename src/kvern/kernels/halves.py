@@ -1,17 +1,15 @@
 """The two halves of bytes as floating-point numbers, in one and a half instructions each."""
 
-import os
 import struct
 
 import triton
 import triton.language as tl
 
+from kvern.kernels.launch import has_ptx
 from kvern.kernels.packed import NF4, NON_LINEAR
 
 LOW_BIAS = tl.constexpr(2048.0)
 HIGH_BIAS = tl.constexpr(128.0)
-COMPILED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
-"""The interpreter knows no assembly."""
 
 HALVES = tl.constexpr(
     """
@@ -46,7 +44,7 @@ def _by(found, ASSEMBLY: tl.constexpr):
 @triton.jit
 def biased_halves(found):
     """The low halves of bytes plus LOW_BIAS, and the high ones plus HIGH_BIAS, in float32."""
-    if COMPILED:
+    if has_ptx():
         low, high = _by(found, HALVES)
     else:
         low, high = (found & 15).to(tl.float32) + LOW_BIAS, (found >> 4).to(tl.float32) + HIGH_BIAS
@@ -74,7 +72,7 @@ SMALL_FLOATS_UNIT = tl.constexpr(16384.0)
 @triton.jit
 def small_floats(found):
     """The low and the high halves of bytes as numbers of e2m1, divided by SMALL_FLOATS_UNIT, in float32."""
-    if COMPILED:
+    if has_ptx():
         low, high = _by(found, SMALL_FLOATS)
     else:
         low, high = _small_float(found & 15), _small_float(found >> 4)
@@ -129,7 +127,7 @@ NON_LINEAR_LOOKUP = tl.constexpr(lookup(NON_LINEAR))
 @triton.jit
 def nf4_numbers(found, table):
     """The numbers of NF4 that the low and the high halves of bytes stand for, in float32."""
-    if COMPILED:
+    if has_ptx():
         low, high = _by(found, NF4_LOOKUP)
     else:
         low, high = tl.load(table + (found & 15)).to(tl.float32), tl.load(table + (found >> 4)).to(tl.float32)
@@ -139,7 +137,7 @@ def nf4_numbers(found, table):
 @triton.jit
 def non_linear_numbers(found, table):
     """The numbers of NON_LINEAR that the low and the high halves of bytes stand for, in float32."""
-    if COMPILED:
+    if has_ptx():
         low, high = _by(found, NON_LINEAR_LOOKUP)
     else:
         table += 16

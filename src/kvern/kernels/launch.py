@@ -8,13 +8,14 @@ writes anything else.
 
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import is_cuda
 from triton.runtime.jit import JITFunction
 
 import kvern.kernels.compiler  # noqa: F401 (before kernels are defined)
@@ -23,26 +24,50 @@ __all__ = [
     "INTERPRETED",
     "Launcher",
     "Rows",
+    "architecture",
     "capability",
     "cdiv",
     "ended",
     "gdc_launch_dependents",
     "gdc_wait",
+    "has_ptx",
     "next_power_of_2",
     "overlaps",
     "processors",
     "rows_of",
+    "shared_memory",
     "stages",
     "wait_for_previous",
 ]
 
-SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
-"""KiB that one program may use, by compute capability: of cards that are compiled for without one to ask."""
+SHARED_MEMORY: Mapping[int | str, int] = {
+    80: 163,
+    86: 99,
+    87: 163,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    120: 99,
+    121: 99,
+    "gfx90a": 64,
+    "gfx942": 64,
+    "gfx950": 160,
+}
+"""KiB that one program may use, by `architecture`: of cards that are compiled for without one to ask, and of AMD's."""
+AMD_SHARED_MEMORY = 64
+"""KiB of AMD's cards that are not in the table."""
 ASYNCHRONOUS = (90, 100, 103)
 """Compute capabilities whose products read tiles asynchronously, which takes one more stage of shared memory."""
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """True if Triton interprets kernels, which is read when they are defined: there is no assembly then."""
+
+
+@triton.constexpr_function
+def has_ptx() -> bool:
+    """True where a kernel is compiled for a card of NVIDIA's, whose assembly it may have; others take a plain form."""
+    return not INTERPRETED.value and bool(is_cuda())
 
 
 @triton.jit
@@ -60,22 +85,32 @@ def ended(total):
     Without it Triton (3.6) leaves products of the step before under way that still read such registers, and the step
     overwrites them (compute capability 9.0).
     """
-    if INTERPRETED:
-        return total
-    else:
+    if has_ptx():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [total], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return total
 
 
 @functools.cache
-def capability(device: torch.device) -> int:
-    """The compute capability as 90; without a device that of the card that is compiled for. 0: there is none."""
+def architecture(device: torch.device) -> int | str:
+    """The compute capability as 90, of AMD's cards the name as "gfx942"; without a device that of the card that is
+    compiled for. 0: there is none."""
     if device.type == "cuda":
+        if torch.version.hip is not None:
+            return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
         major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor if torch.version.hip is None else 0
+        return 10 * major + minor
     if os.environ.get("TRITON_INTERPRET") == "1":
         return 0
     target = triton.runtime.driver.active.get_current_target()
-    return int(target.arch) if target.backend == "cuda" else 0
+    return int(target.arch) if target.backend == "cuda" else str(target.arch)
+
+
+def capability(device: torch.device) -> int:
+    """The compute capability as 90; without a device that of the card that is compiled for. 0: there is none, or it is
+    a card of AMD's."""
+    found = architecture(device)
+    return found if isinstance(found, int) else 0
 
 
 @functools.cache
@@ -101,13 +136,23 @@ def overlaps(device: torch.device) -> bool:
 def stages(device: torch.device, wanted: int, tile_bytes: int, beside: int = 0) -> int:
     """Returns the most of `wanted` stages of `tile_bytes` that fit in the card's shared memory with `beside` other
     bytes."""
-    known = capability(device)
-    if known == 0:
+    limit = shared_memory(device)
+    if limit is None:
         return wanted
-    gpu = _gpu(device)
-    limit: int = SHARED_MEMORY[known] << 10 if gpu is None else gpu.shared_memory_per_block_optin
     kept = (limit - beside) // tile_bytes
-    return max(1, min(wanted, kept if known in ASYNCHRONOUS else kept + 1))
+    return max(1, min(wanted, kept if architecture(device) in ASYNCHRONOUS else kept + 1))
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes of shared memory that one program may use on the card, or on that which is compiled for. None: no card."""
+    known = architecture(device)
+    if isinstance(known, str):
+        return SHARED_MEMORY.get(known, AMD_SHARED_MEMORY) << 10
+    if known == 0:
+        return None
+    gpu = _gpu(device)
+    return SHARED_MEMORY[known] << 10 if gpu is None else int(gpu.shared_memory_per_block_optin)
 
 
 def cdiv(dividend: int, divisor: int) -> int:
@@ -169,8 +214,10 @@ class Launcher:
             first = first[0]
         tensor = first if isinstance(first, torch.Tensor) else first.base
         if self._may_overlap:
-            options["launch_pdl"] = overlap = overlaps(tensor.device)
+            overlap = overlaps(tensor.device)
             arguments = (*arguments, overlap)
+            if overlap:  # other cards of NVIDIA's leave it out, and AMD's know no such option
+                options["launch_pdl"] = True
         device = tensor.get_device()
         if device < 0 or not self._variable:
             self._kernel[grid](*arguments, **options)

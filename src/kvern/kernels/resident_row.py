@@ -19,6 +19,7 @@ from kvern.kernels.block_codes import six_bits
 from kvern.kernels.codes import Form, Matrix, matrix_of, scales_rows
 from kvern.kernels.launch import (
     Launcher,
+    architecture,
     capability,
     cdiv,
     next_power_of_2,
@@ -183,6 +184,8 @@ def resident_row(
     programs = min(cdiv(outputs, shape.outputs), processors(x.device) * shape.programs)
     whole = next_power_of_2(inputs)
     scaled = scales_rows(weight.code, weight.group, inputs, weight.zero)
+    registers = min(255, PROCESSOR_REGISTERS // (32 * shape.warps * shape.programs) & -8)
+    limit = {} if isinstance(architecture(x.device), str) else {"maxnreg": registers}  # AMD's compiler has no limit
     _resident_row_kernel[(programs,)](
         x,
         matrix_of(weight),
@@ -198,6 +201,6 @@ def resident_row(
         around.residual is not None,
         shape.outputs,
         num_warps=shape.warps,
-        maxnreg=min(255, PROCESSOR_REGISTERS // (32 * shape.warps * shape.programs) & -8),
+        **limit,
     )
     return out

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kvern.kernels.halves import COMPILED, e4m3_of_bits
+from kvern.kernels.halves import e4m3_of_bits
+from kvern.kernels.launch import has_ptx
 
 HALF_BYTES_UNIT = tl.constexpr(16777216.0)
 """The factor of half bytes: it makes the least float16 one."""
@@ -73,7 +74,7 @@ def _pairs(value, APART: tl.constexpr):
     """Four words of two float16 each, of eight of them `[UNITS, 8]`: those that are APART, APART more behind them."""
     UNITS: tl.constexpr = value.shape[0]
     low, high = tl.split(tl.trans(tl.reshape(value, [UNITS, 4 // APART, 2, APART]), 0, 1, 3, 2))
-    if COMPILED:
+    if has_ptx():
         both = tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", (low, high), tl.int32, is_pure=True, pack=1
         )
@@ -104,7 +105,7 @@ def four_words(words):
 def sums_of_units(words, values, CODE: tl.constexpr):
     """The products of units added up, of both planes: `words [OUTPUTS, 4 * UNITS]` -> twice `[OUTPUTS, UNITS]`."""
     first, second, third, fourth = four_words(words)
-    if COMPILED:
+    if has_ptx():
         words = (first, second, third, fourth) + values  # noqa: RUF005
         if CODE == "e4m3":
             low, high = tl.inline_asm_elementwise(

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from kvern.kernels.digits import LARGEST, read_scores
 from kvern.kernels.filters import GREEDY_BELOW, FilteredRows, bounds
-from kvern.kernels.launch import INTERPRETED, Launcher, wait_for_previous
+from kvern.kernels.launch import Launcher, has_ptx, wait_for_previous
 
 CHUNK = 4096
 """Entries of the vocabulary that one program of the draw takes."""
@@ -77,10 +77,10 @@ def _uniform(seed, position, token):
 @triton.jit
 def _log(x):
     """Returns the logarithm of normal numbers to 22 bits: Triton's own takes twelve times as many instructions."""
-    if INTERPRETED:
-        exponent = tl.log2(x)
-    else:
+    if has_ptx():
         exponent = tl.inline_asm_elementwise(LOG2, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        exponent = tl.log2(x)
     return exponent * 0.6931471805599453
 
 

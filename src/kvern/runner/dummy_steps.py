@@ -11,8 +11,8 @@ from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import Shapes, own_attention
 from kvern.config import EngineConfig
 from kvern.device.device_batch import DeviceRows, build_device_batch
-from kvern.kernels.groups import ENCODER_GROUPS, MODEL_GROUPS
-from kvern.kernels.launch import capability
+from kvern.kernels.groups import ENCODER_GROUPS, MODEL_GROUPS, NVIDIA_GROUPS
+from kvern.kernels.launch import architecture
 from kvern.layers.build import Build
 from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
 from kvern.models.decoder import Decoder
@@ -35,7 +35,9 @@ def groups_of(spec: ModelSpec) -> frozenset[str]:
     """The groups of kernels that a model may launch on this device."""
     if spec.encoder is not None:
         return ENCODER_GROUPS
-    return frozenset(group for group in MODEL_GROUPS if capability(META) == 90 or not group.startswith("hopper"))
+    card = architecture(META)
+    missing = NVIDIA_GROUPS if isinstance(card, str) else frozenset[str]()
+    return frozenset(group for group in MODEL_GROUPS - missing if card == 90 or not group.startswith("hopper"))
 
 
 class DummySteps:
