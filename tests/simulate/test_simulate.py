@@ -1,5 +1,6 @@
 """``kvern simulate``: a server's core over a virtual clock gives steps their price, and answers end as they should."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from kvern.engine.step_load import StepLoad
 from kvern.errors import ConfigError
 from kvern.loads.file import as_line
 from kvern.loads.request import LoadRequest
-from kvern.simulate.costs import FittedPrice, StepSample, StepWork, fit_steps
+from kvern.simulate.costs import RUN_STEPS, FittedPrice, StepSample, StepWork, fit_steps
 from kvern.simulate.engine import OWN, DrivenEngine, EngineSizes, Prompts, simulated_engine
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, read_steps, write_steps
 from kvern.simulate.report import figures, read_slo
@@ -87,14 +88,24 @@ def samples(count: int, noise: float = 0.0) -> list[StepSample]:
 
 def test_costs_are_fitted_and_the_error_on_steps_left_out_is_told() -> None:
     exact = fit_steps(samples(500))
-    assert exact.error < 0.02 and abs(exact.bias) < 0.01
-    noisy = fit_steps(samples(500, noise=0.3))
-    assert 0.1 < noisy.error < 0.3
+    assert exact.errors.single < 0.02 and abs(exact.errors.bias) < 0.01
+    noisy = fit_steps(samples(4000, noise=0.3))
+    assert 0.1 < noisy.errors.single < 0.3 and 0.1 < noisy.errors.spread < 0.3
+    assert max(noisy.errors.like, noisy.errors.windows) < 0.1
     work = samples(1)[0].work
     drawn = {FittedPrice(noisy, 1).seconds(*work) for _ in range(3)} | {FittedPrice(noisy, 2).seconds(*work)}
     assert len(drawn) > 1 and FittedPrice(noisy, 1).seconds(*work) == FittedPrice(noisy, 1).seconds(*work)
     with pytest.raises(ConfigError, match="has 5 steps: at least 100"):
         fit_steps(samples(5))
+
+
+def test_slow_steps_follow_each_other_as_they_were_recorded() -> None:
+    fit = msgspec.structs.replace(fit_steps(samples(500)), decodes=(1.0,) * 5000 + (2.0,) * 5000, prompts=(1.0, 2.0))
+    price, work = FittedPrice(fit, 3), samples(2)[1].work
+    drawn = [price.seconds(*work) for _ in range(20 * RUN_STEPS)]
+    changes = sum(one != other for one, other in itertools.pairwise(drawn))
+    assert len(set(drawn)) == 2 and 1 <= changes <= 20 + 1
+    assert fit.seconds(work) == pytest.approx(min(drawn))
 
 
 def test_the_cache_serves_earlier_answers_of_a_conversation() -> None:

@@ -146,10 +146,7 @@ def recorded(path: Path, model: str | None, hardware: str | None) -> tuple[Condi
     if model not in (None, header.model):
         raise ConfigError(f"{path} is of the model {header.model}, not of {model}: record its steps")
     fit = fit_steps(record.samples)
-    basis = (
-        f"{header.model} on {header.hardware}: costs of {fit.steps} recorded steps; those left out of the fit were "
-        f"{fit.error:.1%} off on average, their sum {fit.bias:+.1%}"
-    )
+    basis = f"{header.model} on {header.hardware}: costs of {fit.steps} recorded steps; {fit.errors}"
     return Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace), basis, header.hardware
 
 

@@ -3,10 +3,14 @@
     seconds = base(rows) + per request + per new request + per key + per pair, and a part for steps with prompts
 
 `base` is interpolated between numbers of rows. What the fit leaves over is kept as the ratios of measured to fitted
-times, and each step of a simulation draws one of them: so a simulation has the spread of a real engine, not its mean
-alone.
+times, in the order of the steps, and a simulation draws them in runs: slow steps follow each other on a machine, and
+an answer that meets them waits for all of them.
+
+Steps of equal work do not take equal times, so no model is right about single ones: `Errors` has the error of the fit
+beside the spread among steps of like work, and the error where this spread is averaged out.
 """
 
+import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -27,7 +31,19 @@ if TYPE_CHECKING:
 LEAST_STEPS = 100
 """Fewer recorded steps say too little."""
 HELD_OUT = 5
-"""Each fifth step is not fitted, and says how wrong the fit is."""
+"""Each fifth window is not fitted, and says how wrong the fit is."""
+WINDOW = 10
+"""Consecutive steps of a window."""
+RUN_STEPS = 256
+"""Residuals that are drawn together, those of consecutive steps: a run. Most answers take fewer steps."""
+LIKE = 1.25
+"""Steps are of like work if rows, keys and tokens of prompts are within such a factor."""
+KEYS, PAIRS = 2, 3
+"""The places of their costs in `StepFit.others`."""
+KNOWN = 100_000
+"""Costs that a price remembers."""
+LEAST_LIKE = 5
+"""Fewer steps of like work say little about their spread."""
 SMOOTH = 0.02
 """The weight of a bend of the costs, so that those of numbers of rows that were rarely seen lie between others."""
 
@@ -58,10 +74,31 @@ class RooflinePrice:
         return sum(parts_of(load, self._factors)) + self._factors.overhead
 
 
-class StepFit(msgspec.Struct, frozen=True):
-    """Costs that were fitted to steps; `decodes` and `prompts` are the ratios of measured to fitted times, ascending.
+class Errors(msgspec.Struct, frozen=True):
+    """Mean relative errors on steps that were not fitted.
 
-    `error`: the mean relative error on steps that were not fitted; `bias`: the relative error of their sum.
+    `single`: of single steps. `spread`: of the median of steps of like work, which no model of the work can fall below.
+    `like`: of the mean of steps of like work. `windows`: of the sum of consecutive steps. `bias`: of the sum of all.
+    """
+
+    single: float = 0.0
+    spread: float = 0.0
+    like: float = 0.0
+    windows: float = 0.0
+    bias: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"of steps that were not fitted single ones are {self.single:.1%} off on average, where steps of like work "
+            f"are {self.spread:.1%} apart from their median; means of like steps {self.like:.1%}, sums of {WINDOW} "
+            f"consecutive steps {self.windows:.1%}, the sum of all {self.bias:+.1%}"
+        )
+
+
+class StepFit(msgspec.Struct, frozen=True):
+    """Costs that were fitted to steps.
+
+    `decodes` and `prompts` are the ratios of measured to fitted times, of steps without and with prompts, in order.
     """
 
     knots: tuple[int, ...]
@@ -69,8 +106,7 @@ class StepFit(msgspec.Struct, frozen=True):
     others: tuple[float, ...]
     decodes: tuple[float, ...]
     prompts: tuple[float, ...]
-    error: float
-    bias: float
+    errors: Errors
     steps: int
 
     def seconds(self, work: StepWork) -> float:
@@ -80,20 +116,40 @@ class StepFit(msgspec.Struct, frozen=True):
 
 
 class FittedPrice:
-    """Fitted costs; each step draws a ratio, by the seed. `spread` False: none is drawn."""
+    """Fitted costs; steps draw runs of ratios, by the seed. `spread` False: none is drawn."""
 
     def __init__(self, fit: StepFit, seed: int, spread: bool = True) -> None:
         self._fit, self._spread = fit, spread
         self._random = random.Random(f"residuals {seed}")
         self._mean = {True: float(np.mean(fit.prompts)), False: float(np.mean(fit.decodes))}
+        self._places = {True: 0, False: 0}
+        """The ratios that come next, of steps with prompts and others."""
+        self._left = 0
+        self._known: dict[tuple[int, int, int, int], float] = {}
+        """The costs of rows, requests, new requests and tokens of prompts."""
 
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
         """Returns the time of a step."""
-        seconds = self._fit.seconds(StepWork(load, requests, joined))
+        sizes = load.rows, requests, joined, load.prompt
+        known = self._known.get(sizes)
+        if known is None:
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            plain = load._replace(keys=0, pairs=0.0)
+            known = self._known[sizes] = self._fit.seconds(StepWork(plain, requests, joined))
+        seconds = known + load.keys * self._fit.others[KEYS] + load.pairs * self._fit.others[PAIRS]
+        kind = load.prompt > 0
         if not self._spread:
-            return seconds * self._mean[load.prompt > 0]
-        ratios = self._fit.prompts if load.prompt else self._fit.decodes
-        return seconds * ratios[int(self._random.random() * len(ratios))]
+            return seconds * self._mean[kind]
+        if not self._left:
+            moment = self._random.random()  # of the record, where the run begins
+            self._places = {True: int(moment * len(self._fit.prompts)), False: int(moment * len(self._fit.decodes))}
+            self._left = RUN_STEPS
+        self._left -= 1
+        ratios = self._fit.prompts if kind else self._fit.decodes
+        place = self._places[kind]
+        self._places[kind] = (place + 1) % len(ratios)
+        return seconds * ratios[place]
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepFit:
@@ -103,23 +159,56 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
             f"the record has {len(samples)} steps: at least {LEAST_STEPS} are needed to fit what steps cost; record a "
             "longer load"
         )
-    trained = [sample for number, sample in enumerate(samples) if number % HELD_OUT]
-    held = samples[::HELD_OUT]
+    windows = [samples[first : first + WINDOW] for first in range(0, len(samples), WINDOW)]
+    trained = [sample for number, window in enumerate(windows) if number % HELD_OUT for sample in window]
     knots = _knots([sample.work.load.rows for sample in samples])
     base, others = _solve(trained, knots)
-    found = StepFit(knots, base, others, (1.0,), (1.0,), 0.0, 0.0, len(samples))
+    found = StepFit(knots, base, others, (1.0,), (1.0,), Errors(), len(samples))
     decodes = _ratios(found, [sample for sample in samples if not sample.work.load.prompt])
     prompts = _ratios(found, [sample for sample in samples if sample.work.load.prompt])
     kept = msgspec.structs.replace(found, decodes=decodes or prompts, prompts=prompts or decodes)
-    plain = FittedPrice(kept, 0, spread=False)
-    predicted = [plain.seconds(*sample.work) for sample in held]
-    errors = [abs(guess / sample.seconds - 1) for guess, sample in zip(predicted, held, strict=True)]
-    bias = sum(predicted) / sum(sample.seconds for sample in held) - 1
-    return msgspec.structs.replace(kept, error=float(np.mean(errors)), bias=bias)
+    return msgspec.structs.replace(kept, errors=errors_of(FittedPrice(kept, 0, spread=False), windows[::HELD_OUT]))
+
+
+def errors_of(price: FittedPrice, windows: Sequence[Sequence[StepSample]]) -> Errors:
+    """Returns how far a price without spread is off on windows of consecutive steps."""
+    held = [sample for window in windows for sample in window]
+    guesses = [price.seconds(*sample.work) for sample in held]
+    seconds = [sample.seconds for sample in held]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, sample in enumerate(held):
+        load = sample.work.load
+        sizes = load.rows - load.prompt, load.prompt, load.keys, sample.work.joined
+        groups.setdefault(tuple(round(math.log(size + 1, LIKE)) for size in sizes), []).append(place)
+    like = [places for places in groups.values() if len(places) >= LEAST_LIKE]
+    medians = {place: float(np.median([seconds[each] for each in places])) for places in like for place in places}
+    return Errors(
+        single=_mean_error(guesses, seconds),
+        spread=_mean_error(list(medians.values()), [seconds[place] for place in medians]),
+        like=_sums_error(like, guesses, seconds),
+        windows=_sums_error(
+            [range(first, min(first + WINDOW, len(held))) for first in range(0, len(held), WINDOW)], guesses, seconds
+        ),
+        bias=sum(guesses) / sum(seconds) - 1,
+    )
+
+
+def _mean_error(guesses: Sequence[float], seconds: Sequence[float]) -> float:
+    errors = [abs(guess / took - 1) for guess, took in zip(guesses, seconds, strict=True)]
+    return float(np.mean(errors)) if errors else 0.0
+
+
+def _sums_error(groups: Sequence[Sequence[int]], guesses: Sequence[float], seconds: Sequence[float]) -> float:
+    """Returns the mean error of the sums of groups, in which each step counts alike."""
+    off = [
+        len(places) * abs(sum(guesses[place] for place in places) / sum(seconds[place] for place in places) - 1)
+        for places in groups
+    ]
+    return sum(off) / sum(map(len, groups)) if groups else 0.0
 
 
 def _ratios(fit: StepFit, samples: Sequence[StepSample]) -> tuple[float, ...]:
-    return tuple(sorted(sample.seconds / fit.seconds(sample.work) for sample in samples))
+    return tuple(sample.seconds / fit.seconds(sample.work) for sample in samples)
 
 
 def _knots(rows: Sequence[int]) -> tuple[int, ...]:
@@ -151,7 +240,7 @@ def _between(knots: Sequence[int], rows: int) -> list[tuple[int, float]]:
 
 def _others(work: StepWork) -> tuple[float, ...]:
     load = work.load
-    return work.requests, work.joined, load.keys, load.pairs, load.prompt, float(load.prompt > 0)
+    return work.requests, work.joined, load.keys, load.pairs, load.prompt, float(load.prompt > 0)  # see KEYS, PAIRS
 
 
 def _solve(samples: Sequence[StepSample], knots: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
