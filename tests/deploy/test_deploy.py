@@ -2,17 +2,22 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from kvern import LLM
+from kvern.cli import bundles
 from kvern.cli.main import main, read_command
-from kvern.deploy import plan
+from kvern.deploy import again, plan
+from kvern.deploy.again import tuned_here
+from kvern.deploy.description import device_names
 from kvern.quantize.mixed import Mixture
 from tests.support.killed_deployments import CARD
 from tests.support.tiny_model import make_tiny_model
@@ -52,6 +57,7 @@ def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_bundle_has_smaller_weights_a_report_and_options_that_serve_takes(small: Path) -> None:
     assert sorted(path.name for path in small.iterdir()) == [
+        "calibration.txt",
         "deploy.toml",
         "journal",
         "report.html",
@@ -200,3 +206,64 @@ def test_a_deployment_that_is_killed_makes_the_same_bundle(
         assert (out / name).read_bytes() == (small / name).read_bytes()
     one, other = (tomllib.loads((folder / "deploy.toml").read_text()) for folder in (out, small))
     assert one == other
+
+
+def test_a_bundle_is_made_again_with_the_same_weights_and_options(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "again"
+    assert main(["deploy", str(small / "deploy.toml"), "--out", str(out)]) == 0
+    for name in ("weights/model.safetensors", "weights/config.json"):
+        assert (out / name).read_bytes() == (small / name).read_bytes()
+    one, other = (tomllib.loads((folder / "deploy.toml").read_text()) for folder in (out, small))
+    assert one == other
+    assert main(["deploy", str(small / "deploy.toml"), "--out", str(out), "--max-loss", "3%"]) == 2
+    assert "max_loss is 3%: the bundle that is made again says it; drop --max-loss" in capsys.readouterr().err
+    assert main(["deploy", str(small / "deploy.toml"), "--out", str(small)]) == 2
+    assert "is the bundle itself: give another folder" in capsys.readouterr().err
+
+
+def changed(bundle: Path, out: Path, *pairs: tuple[str, str]) -> Path:
+    """A copy of a bundle whose description is another."""
+    shutil.copytree(bundle, out)
+    text = (out / "deploy.toml").read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    (out / "deploy.toml").write_text(text)
+    return out
+
+
+def test_weights_that_are_not_those_of_the_bundle_are_told(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    digest = tomllib.loads((small / "deploy.toml").read_text())["bundle"]["digest"]
+    other = changed(small, tmp_path / "other", (digest, "0" * 32))
+    assert main(["deploy", str(other / "deploy.toml"), "--out", str(tmp_path / "again")]) == 1
+    assert f"weights have the digest {digest}, and those of the bundle {'0' * 32}" in capsys.readouterr().out
+
+
+def test_another_machine_tunes_again_once_and_says_so(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = changed(small, tmp_path / "other", (device_names()[0], "NVIDIA H300"), ("requests = 8", "requests = 2"))
+    monkeypatch.setenv("KVERN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(again, "tuned_here", lambda bundled, out: replace(tuned_here(bundled, out), tune_seconds=0.0))
+
+    def tune(folder: Path, out: Path) -> int:
+        monkeypatch.setattr(sys, "argv", ["again", str(folder), str(out)])
+        return again.main()
+
+    monkeypatch.setattr(bundles, "tune", tune)
+    command, notes = read_command(["serve", str(other)], {})
+    assert "was tuned elsewhere (devices NVIDIA H300, here" in capsys.readouterr().err
+    assert command.engine.model == str(other / "weights") and command.engine.max_batch_requests == 8
+    assert command.engine.served_model_name == ("tiny",)
+    assert notes[0].startswith("options are those that were tuned for this machine, in")
+    monkeypatch.delattr(bundles, "tune")
+    assert read_command(["serve", str(other)], {})[0].engine == command.engine  # the second start measures nothing
+    command, notes = read_command(["chat", str(other)], {})
+    assert command.engine.max_batch_requests == 2 and "may not be the fastest here" in notes[0]
+    assert main(["deploy", str(other / "deploy.toml"), "--out", str(tmp_path / "again"), "--tune-seconds", "0"]) == 0
+    assert "it is tuned again" in capsys.readouterr().err
+    assert tomllib.loads((tmp_path / "again" / "deploy.toml").read_text())["engine"]["max_batch_requests"] == 8

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from kvern.cli.output import check_least, print_lines, say
+from kvern.cli.output import check_least, print_lines, refuse, say
 from kvern.cli.quantize import share_of
+from kvern.deploy.description import NAME
 from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +53,6 @@ class DeployCommand:
 
     def execute(self) -> int:
         """Makes the bundle and returns the exit code. Raises KvernError."""
-        from kvern.deploy.description import NAME
         from kvern.deploy.pipeline import deploy
         from kvern.deploy.report import PAGE
 
@@ -67,6 +68,20 @@ class DeployCommand:
         )
         return 0
 
+    def _again(self, out: Path) -> Asked:
+        """Returns what makes a bundle again, and says if it is tuned anew."""
+        from kvern.deploy.again import same
+        from kvern.deploy.description import read_bundle
+
+        own = ("revision", "max_loss", "target", "workload", "memory", "calibration")
+        refuse(self, DeployCommand, own, "the bundle that is made again says it")
+        bundled = read_bundle(Path(self.model).parent)
+        if bundled.folder == out.absolute():
+            raise ConfigError(f"out {out} is the bundle itself: give another folder")
+        if apart := bundled.differences():
+            say(f"{bundled.folder} was tuned elsewhere ({apart}): it is tuned again")
+        return dataclasses.replace(same(bundled, out), tune_seconds=self.tune_seconds, repetitions=self.repetitions)
+
     def _asked(self) -> Asked:
         from kvern.deploy.stage import Asked, read_target
         from kvern.quantize.mixed import Budget
@@ -76,6 +91,8 @@ class DeployCommand:
             raise ConfigError("out is missing: give a folder for the bundle, as in --out bundle")
         if self.tune_seconds < 0:
             raise ConfigError(f"tune_seconds is {self.tune_seconds:g}: it must be 0 or more")
+        if Path(self.model).name == NAME:
+            return self._again(self.out)
         loss = None if self.max_loss is None else Budget(loss=share_of(self.max_loss)).loss
         try:
             memory = None if self.memory is None else read_bytes(self.memory)

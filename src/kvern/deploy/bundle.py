@@ -45,6 +45,7 @@ class Bundle:
         quantized = work.of(Quantized)
         weights = quantized.folder or self._copied(work)
         engine = {name: value for name, value in served_options(work).items() if value not in (None, "auto", [], ())}
+        workload = self._kept(work, None if asked.workload is None else Path(asked.workload), "workload")
         bundle = Description(
             format=FORMAT,
             model=found.model,
@@ -58,7 +59,8 @@ class Bundle:
             is_quantized=quantized.folder is not None,
             max_loss=asked.max_loss,
             target=as_target(asked.target) or None,
-            workload=asked.workload,
+            workload=workload or asked.workload,
+            calibration=self._kept(work, asked.calibration, "calibration"),
             memory=asked.memory,
         )
         again = f"kvern deploy {asked.out / NAME} --out ANOTHER"
@@ -66,12 +68,22 @@ class Bundle:
         write_whole(asked.out / NAME, as_toml(bundle, engine, comments).encode())
         return Finished(NAME, engine, again)
 
+    def _kept(self, work: Work, file: Path | None, name: str) -> str | None:
+        """Copies a file that was given into the bundle; returns its name there."""
+        if file is None or not file.is_file():
+            return None
+        kept = f"{name}{file.suffix}"
+        write_whole(work.asked.out / kept, file.read_bytes())
+        return kept
+
     def _copied(self, work: Work) -> str | None:
         """Returns the folder of weights that have no other place: those of a model in a folder, which may change."""
         found = work.of(Discovered)
         source = Path(work.of(Sharded).folder)
         if found.revision is not None or source.parent == EMBEDDED_FOLDER:
             return None
+        if work.asked.refers:
+            return str(source)
         with placing(work.asked.out / WEIGHTS) as made:
             for path in [source] if source.is_file() else sorted(source.iterdir()):
                 if path.is_file():
@@ -92,4 +104,4 @@ def served_options(work: Work) -> dict[str, Any]:
     """Returns the options of `kvern serve`, without the model and folders of this machine."""
     options = engine_options(work) | work.of(Tuned).options
     own = {name: value for name, value in options.items() if name not in ("model", "cache_dir")}
-    return {**own, "served_model_name": [work.of(Discovered).name]}
+    return {**own, "served_model_name": work.asked.fixed.get("served_model_name", [work.of(Discovered).name])}

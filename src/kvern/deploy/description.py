@@ -30,7 +30,8 @@ MOST_BYTES = 1 << 20
 
 class Description(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The section `[bundle]`. `weights`: the folder in the bundle, or None with the commit of the hub or the name of an
-    embedded model; `digest`: of the bundle's weights, `identity`: of the model's files."""
+    embedded model; `digest`: of quantized weights, `identity`: of the model's files. `workload` and `calibration` may
+    name files in the bundle."""
 
     format: int
     model: str
@@ -45,6 +46,7 @@ class Description(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_loss: float | None = None
     target: str | None = None
     workload: str | None = None
+    calibration: str | None = None
     memory: int | None = None
 
 

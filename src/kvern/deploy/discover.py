@@ -85,7 +85,7 @@ def _described(model: str, revision: str | None, outline: Path, licence: str | N
     except UnsupportedModel:
         family = FALLBACK
     return Discovered(
-        model=model,
+        model=str(Path(model).absolute()) if Path(model).exists() else model,
         name=Path(model).name if Path(model).exists() else model,
         revision=revision,
         outline=str(outline),

@@ -79,7 +79,11 @@ class Quantize:
         found, plan = work.of(Discovered), work.of(Planned)
         if found.quantized is not None:
             return Quantized(f"weights are quantized already ({found.quantized}): never twice")
-        if not plan.smaller and work.asked.mixture is None:
+        asked = work.asked
+        if asked.mixture is None and (not plan.smaller or asked.expected is not None):
+            if asked.expected not in (None, found.identity):
+                told = f"{found.identity}, and the bundle's were {asked.expected}"
+                return Quantized("as they are", failed=[f"the model's files are others: their digest is {told}"])
             return Quantized("neither memory nor the target asks for fewer bits")
         folder = Path(work.of(Sharded).folder)
         checkpoint = Checkpoint(folder, resolve_device(EngineConfig()))
@@ -148,6 +152,8 @@ def _failed(work: Work, result: Quantized) -> list[str]:
     """Returns which limits the new weights miss: the loss, or the memory that they were made for."""
     failed = []
     loss = work.asked.max_loss
+    if work.asked.expected not in (None, result.digest):
+        failed.append(f"weights have the digest {result.digest}, and those of the bundle {work.asked.expected}")
     if loss is not None and result.loss > Budget(loss=loss).nats:
         failed.append(
             f"weights lose {result.loss:.4g} nats a token on the calibration's text: {Budget(loss=loss).nats:.4g} are "

@@ -29,9 +29,10 @@ class Part(NamedTuple):
 class Asked:
     """The options of a deployment.
 
-    `target` limits in seconds, by the names of `TARGETS`. `memory`: bytes of each device that may be used. `options`:
-    of the engine, as a bundle that is made again has them; nothing is tuned then. `mixture`: the report of quantized
-    weights that are made again.
+    `target` limits in seconds, by the names of `TARGETS`. `memory`: bytes of each device that may be used. The others
+    are for a bundle that is made again: `options` of its engine, with which nothing is tuned; `fixed` ones, which
+    tuning keeps; `mixture`, the report of its quantized weights; `expected`, the digest of its weights; `refers`: its
+    weights stay where they are.
     """
 
     model: str
@@ -45,7 +46,10 @@ class Asked:
     tune_seconds: float = 600.0
     repetitions: int = 7
     options: Mapping[str, Any] | None = None
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     mixture: Path | None = None
+    expected: str | None = None
+    refers: bool = False
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def engine_options(work: Work) -> dict[str, Any]:
     options: dict[str, Any] = {"model": str(folder), **work.of(Sharded).options}
     if work.asked.memory is not None and (tokens := work.of(Planned).cache_tokens):
         options["kv_cache_tokens"] = tokens
+    options |= {name: value for name, value in work.asked.fixed.items() if name != "served_model_name"}
     if torch.cuda.is_available():
         options["cache_dir"] = str((work.asked.out / KERNELS).absolute())
     return options
@@ -197,6 +198,7 @@ class Tune:
             "target": dict(asked.target),
             "memory": asked.memory,
             "lossy": asked.max_loss is not None,
+            "fixed": dict(asked.fixed),
         }
 
     def run(self, work: Work) -> Tuned:
@@ -207,6 +209,8 @@ class Tune:
         load = load_of(work)
         plan = work.of(Planned)
         start, knobs = knobs_of(plan, load, asked.max_loss is not None, "itl" in asked.target)
+        knobs = [knob for knob in knobs if knob.name not in asked.fixed]
+        start = {name: value for name, value in start.items() if name not in asked.fixed}
         if work.of(Discovered).family == FALLBACK:
             knobs = [knob for knob in knobs if knob.ladder]
         base = engine_options(work)
