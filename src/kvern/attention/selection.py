@@ -1,6 +1,7 @@
 """The choice of attention libraries on this GPU: each is checked and timed on the model's shapes, and remembered.
 
-An optional library that is not installed, does not build, or answers wrongly is passed over with the reason.
+An optional library that is not installed, does not build, or answers wrongly is passed over with the reason. PyTorch's
+own attention is timed, too, on all cards but that on which the tiles of kvern's kernels were chosen.
 """
 
 import importlib.metadata
@@ -17,6 +18,7 @@ import torch
 from kvern.attention.base import AttentionKernels, OwnKernels
 from kvern.attention.eight_bit import LARGEST_CODE
 from kvern.attention.expanded import ExpandedAttention
+from kvern.attention.gathered import GatheredKernels
 from kvern.attention.latent import LatentKernels
 from kvern.attention.paged import Phases
 from kvern.attention.triton import TritonKernels, cached_layer
@@ -25,6 +27,7 @@ from kvern.device.device_batch import Queries
 from kvern.device.measurements import Measurements
 from kvern.device.timing import time_launches
 from kvern.errors import ConfigError
+from kvern.kernels.launch import architecture
 from kvern.spec.mixers import AttentionSpec
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ TOLERANCE = 0.02
 """The error of 16-bit numbers in one attention, as a share of the largest entry."""
 PACKAGES = {"flashinfer": "flashinfer-python", "flash_attn": "flash-attn-4"}
 MODULES = {"flashinfer": "flashinfer", "flash_attn": "flash_attn.cute"}
+GATHERED = "torch"
+TILED = 90
+"""The `architecture` on which tiles of kvern's kernels were chosen."""
 PHASES: Mapping[str, tuple[str, list[tuple[int, int]]]] = {
     "decode, short": ("decode", [(511, 1)] * 64),
     "decode, long": ("decode", [(8191, 1)] * 64),
@@ -78,11 +84,14 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     if asked in PACKAGES:
         return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
     only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
-    if asked == "triton" or config.deterministic or shapes.device.type != "cuda" or shapes.cache_dtype in LARGEST_CODE:
+    card = architecture(shapes.device)
+    if asked == "triton" or config.deterministic or card == 0 or shapes.cache_dtype in LARGEST_CODE:
         return only
     if any(layer.value_dim is not None for layer in shapes.layers):
         return only
     installed = {name: _version(name) for name in PACKAGES if _installed(name)}
+    if card != TILED and _unknown(GATHERED, shapes) is None:
+        installed[GATHERED] = torch.__version__
     if not installed:
         return only
     key = f"{shapes.layers[0]} {shapes.dtype} {shapes.block_size} {config.cuda_graphs} {hopper is not None} {installed}"
@@ -165,7 +174,7 @@ def _version(name: str) -> str:
 
 def _load(name: str, shapes: Shapes) -> AttentionKernels:
     """Import a library, build its kernels and check their answers. Raises ConfigError with the reason."""
-    if not _installed(name):
+    if name != GATHERED and not _installed(name):
         raise ConfigError(
             f"attention_backend {name} is not installed: pip install {PACKAGES[name]}, or leave attention_backend auto"
         )
@@ -185,6 +194,8 @@ def _load(name: str, shapes: Shapes) -> AttentionKernels:
 
 
 def _make(name: str, shapes: Shapes) -> AttentionKernels:
+    if name == GATHERED:
+        return GatheredKernels(shapes.layers)
     if name == "flashinfer":
         from kvern.attention.flashinfer import FlashInferKernels
 
@@ -200,7 +211,9 @@ def _unknown(name: str, shapes: Shapes) -> str | None:
         return f"kvern has no attention sinks through {name}, and the model has them"
     if any(layer.value_dim is not None for layer in shapes.layers):
         return f"kvern has no latent attention through {name}, and the model has it"
-    if shapes.dtype not in (torch.bfloat16, torch.float16):
+    if name == GATHERED and any(layer.softcap is not None for layer in shapes.layers):
+        return "PyTorch's attention has no softcap, and the model has one"
+    if name != GATHERED and shapes.dtype not in (torch.bfloat16, torch.float16):
         return f"{name} computes in 16 bits only, and dtype is {shapes.dtype}"
     if shapes.cache_dtype != shapes.dtype:
         return f"{name} reads a cache of the model's dtype only, and kv_cache_dtype is {shapes.cache_dtype}"
