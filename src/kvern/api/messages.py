@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvern.api.chat_fields import THINKING_FIELDS, read_thinking
+from kvern.api.client_tools import client_tools
 from kvern.api.completion_answers import cached_counts
 from kvern.api.conversation import ChatBody, plain_messages, template_variables
 from kvern.api.errors import HttpError
@@ -22,35 +23,7 @@ from kvern.serving.served import named
 from kvern.tools.chat import ChatRequest, PromptOptions
 from kvern.tools.checks import read_tools
 
-TEXT: dict[str, Any] = {"type": "string"}
-LINES: dict[str, Any] = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
-LINE: dict[str, Any] = {"type": "integer"}
-EDITS = {"path": TEXT, "file_text": TEXT, "old_str": TEXT, "new_str": TEXT, "insert_line": LINE, "view_range": LINES}
-
-
-def _commands(names: Sequence[str], properties: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
-    command = {"type": "string", "enum": list(names)}
-    return {"type": "object", "properties": {"command": command, **properties}, "required": ["command", *required]}
-
-
-CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bash": (
-        "Run a command in a bash shell that stays open, or restart the shell.",
-        {"type": "object", "properties": {"command": TEXT, "restart": {"type": "boolean"}}},
-    ),
-    "text_editor": (
-        "View a file or folder, create a file, replace a text that occurs once in it, or insert a text after a line.",
-        _commands(("view", "create", "str_replace", "insert"), {**EDITS, "insert_text": TEXT}, ("path",)),
-    ),
-    "memory": (
-        "View, create, change, delete or rename the files below /memories, which outlast this conversation.",
-        _commands(
-            ("view", "create", "str_replace", "insert", "delete", "rename"),
-            {**EDITS, "insert_text": TEXT, "old_path": TEXT, "new_path": TEXT},
-            (),
-        ),
-    ),
-}
+CLIENT_TOOLS = client_tools("anthropic")
 """Tools that clients run, by the type without its date. Models do not know the description and schema, so they are
 given here. The oldest text editors call the inserted text new_str, which is why the schema has it."""
 DATED = re.compile(r"(\w{1,64})_\d{8}")
@@ -73,7 +46,7 @@ def is_of_service(tool: object) -> bool:
     return kind not in (None, "custom") and _client_tool(kind) is None
 
 
-def _client_tool(kind: object) -> tuple[str, dict[str, Any]] | None:
+def _client_tool(kind: object) -> dict[str, Any] | None:
     dated = DATED.fullmatch(kind) if isinstance(kind, str) else None
     return None if dated is None else CLIENT_TOOLS.get(dated[1])
 
@@ -83,7 +56,7 @@ def _function(tool: object, place: str) -> dict[str, Any]:
         raise InvalidRequest(f"{place} is {shown(tool)}: it must be an object with a name")
     known = _client_tool(tool.get("type"))
     if known is not None:
-        function = {"name": tool["name"], "description": known[0], "parameters": known[1]}
+        function = {"name": tool["name"], **known}
     elif "input_schema" not in tool:
         raise InvalidRequest(f"{place} is {shown(tool)}: it must have a name and an input_schema")
     else:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvern.api.client_tools import client_tools
 from kvern.api.custom_tools import custom_function
 from kvern.api.fields import inner
 from kvern.errors import InvalidRequest, shown
@@ -20,6 +21,8 @@ FIXED: dict[str, tuple[str, str]] = {
     "tool_search_call": ("tool_search", "arguments"),
 }
 """Items of calls with a type of their own: the tool, and the field that holds its arguments."""
+SHAPES = client_tools("openai")
+"""Descriptions for the model of tools whose calls have a fixed form."""
 
 
 @dataclass(frozen=True)
@@ -173,52 +176,3 @@ def _allowed_tools(choice: Mapping[str, Any], tools: ToolList) -> tuple[object, 
         return "none", "none: no tool that is allowed is offered"
     functions = [_function(name) for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": functions}}, None
-
-
-def _object(required: Sequence[str], **properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-
-
-def _string(description: str) -> dict[str, Any]:
-    return {"type": "string", "description": description}
-
-
-def _strings(description: str) -> dict[str, Any]:
-    return {"type": "array", "items": {"type": "string"}, "description": description}
-
-
-_TIMEOUT = {"type": "integer", "minimum": 0, "description": "Milliseconds after which it is ended."}
-SHAPES: dict[str, dict[str, Any]] = {
-    "local_shell": {
-        "description": "Runs a command on the user's machine and returns what it prints.",
-        "parameters": _object(
-            ["command"],
-            command=_strings("The program and its arguments."),
-            working_directory=_string("Where it runs."),
-            timeout_ms=_TIMEOUT,
-            env={"type": "object", "additionalProperties": {"type": "string"}, "description": "Environment variables."},
-        ),
-    },
-    "shell": {
-        "description": "Runs commands in the user's shell and returns what each prints.",
-        "parameters": _object(
-            ["commands"],
-            commands=_strings("Command lines, run one after the other."),
-            timeout_ms=_TIMEOUT,
-            max_output_length={"type": "integer", "minimum": 0, "description": "Characters that are returned."},
-        ),
-    },
-    "apply_patch": {
-        "description": "Creates, updates or deletes one of the user's files.",
-        "parameters": _object(
-            ["type", "path", "diff"],
-            type={"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
-            path=_string("The file."),
-            diff=_string(
-                "Lines that begin with + are added, with - removed, with a blank kept; @@ begins the next place. "
-                "Empty for delete_file."
-            ),
-        ),
-    },
-}
-"""Descriptions for the model of tools whose calls have a fixed form."""
