@@ -9,20 +9,8 @@ import zmq.asyncio
 
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, EngineDied
+from kvern.serving import wire
 from kvern.serving.child import EngineProcess
-from kvern.serving.wire import (
-    Busy,
-    Events,
-    Failed,
-    Heard,
-    Ready,
-    Shutdown,
-    Slept,
-    Start,
-    Woken,
-    decode_for_server,
-    encode,
-)
 from kvern.tiers.arena import OwnedArena
 
 SHUTDOWN_SECONDS = 10
@@ -38,7 +26,7 @@ class EngineLink:
         self.process = process
         self._longest = longest
         self._silence = longest
-        self.ready = Ready(0, 0, "")
+        self.ready = wire.Ready(0, 0, "")
         self.socket = socket
         """For messages to the engine, which are sent at once. What is sent to a process that is gone is dropped."""
         self.gpu_bytes = 0
@@ -64,10 +52,10 @@ class EngineLink:
             process.forget()
             raise
         paths = None if arena is None else (arena.path, arena.list_path)
-        sent = asyncio.ensure_future(socket.send(encode(Start(dataclasses.asdict(config), paths))))
+        sent = asyncio.ensure_future(socket.send(wire.encode(wire.Start(dataclasses.asdict(config), paths))))
         try:
             async for message in link.messages():
-                if isinstance(message, Ready):
+                if isinstance(message, wire.Ready):
                     link.ready = message
                     break
         except BaseException as error:
@@ -83,7 +71,7 @@ class EngineLink:
             raise
         return link
 
-    async def messages(self) -> AsyncIterator[Ready | Slept | Woken | Heard]:
+    async def messages(self) -> AsyncIterator[wire.Ready | wire.Slept | wire.Woken | wire.Heard]:
         """Yields the engine's messages. Raises EngineDied if it fails, ends, or is silent for too long and is
         killed."""
         ended = asyncio.create_task(self.process.wait())
@@ -98,14 +86,14 @@ class EngineLink:
                         self.silent = True
                         self.process.kill()
                         raise EngineDied(f"the engine gave no sign of life for {self._silence:g} seconds")
-                    message = decode_for_server(received.result())
+                    message = wire.decode_for_server(received.result())
                 finally:
                     received.cancel()
-                if isinstance(message, Failed):
+                if isinstance(message, wire.Failed):
                     raise EngineDied(message.reason)
-                if isinstance(message, Busy | Events):
+                if isinstance(message, wire.Busy | wire.Events):
                     self._silence = min(self._longest, message.silence or self._longest)
-                if not isinstance(message, Busy):
+                if not isinstance(message, wire.Busy):
                     yield message
         finally:
             ended.cancel()
@@ -113,7 +101,7 @@ class EngineLink:
     async def stop(self) -> None:
         """End the process, by force if it does not end by itself."""
         if self.process.returncode is None:
-            self.socket.send(encode(Shutdown()))
+            self.socket.send(wire.encode(wire.Shutdown()))
             try:
                 await asyncio.wait_for(self.process.wait(), SHUTDOWN_SECONDS)
             except TimeoutError:

@@ -31,34 +31,10 @@ from kvern.models.folder import folder_here
 from kvern.request.events import TokenEvent
 from kvern.runner import ahead
 from kvern.runner.startup import Startup
+from kvern.serving import wire
 from kvern.serving.engine_cache import CacheTeller
 from kvern.serving.engine_traces import StepTraces
 from kvern.serving.engine_weights import WeightChanges
-from kvern.serving.wire import (
-    AdapterRead,
-    AddRequest,
-    Busy,
-    DropWeights,
-    Events,
-    Failed,
-    FinishRequests,
-    LoadAdapter,
-    ReadWeights,
-    Ready,
-    ResizeCache,
-    Shutdown,
-    Sleep,
-    Slept,
-    Start,
-    TakeTrace,
-    TakeWeights,
-    UnloadAdapter,
-    Wake,
-    WatchCache,
-    Woken,
-    decode_for_engine,
-    encode,
-)
 from kvern.tiers.arena import ARENA, ARENAS
 
 if TYPE_CHECKING:
@@ -96,8 +72,8 @@ def main(address: str, running: str, parent: int) -> int:
         if os.getppid() != parent:
             forget(running)
             os._exit(1)  # in the middle of imports
-    start = decode_for_engine(socket.recv())
-    assert isinstance(start, Start)
+    start = wire.decode_for_engine(socket.recv())
+    assert isinstance(start, wire.Start)
     try:
         config = EngineConfig(**start.config)
         if start.arena is not None:
@@ -111,7 +87,7 @@ def main(address: str, running: str, parent: int) -> int:
             startup = Startup()
             watch = StepWatch(
                 RunningFile(Path(running)),
-                lambda seconds: socket.send(encode(Busy(seconds))),
+                lambda seconds: socket.send(wire.encode(wire.Busy(seconds))),
                 config.longest_silence,
                 config.engine_timeout or SHORTEST_SILENCE,
                 ring=make_ring(Path(running).parent),
@@ -121,18 +97,18 @@ def main(address: str, running: str, parent: int) -> int:
                 config, folder, startup, prepares=True, watch=watch, streams=True, lost=end_like
             )
     except KvernError as error:
-        socket.send(encode(Failed(str(error))))
+        socket.send(wire.encode(wire.Failed(str(error))))
         return 2
     settle()
     facts = facts_of(config, spec, layout, folder)
     ready = ready_with(config, layout, core, str(startup), facts)
     ready.steps_file = "" if watch.ring is None else str(watch.ring.path)
-    socket.send(encode(ready))
+    socket.send(wire.encode(ready))
     try:
         serve(socket, core, parent, watch, config.expert_counts, running)
     except Exception as error:
         logger.exception("the engine failed")
-        socket.send(encode(Failed(f"{type(error).__name__}: {error}")))
+        socket.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}")))
         return 1
     finally:
         ring_path(Path(running).parent).unlink(missing_ok=True)
@@ -141,7 +117,9 @@ def main(address: str, running: str, parent: int) -> int:
     return 0
 
 
-def ready_with(config: EngineConfig, layout: "Layout", core: EngineLoop, report: str, facts: "ModelFacts") -> Ready:
+def ready_with(
+    config: EngineConfig, layout: "Layout", core: EngineLoop, report: str, facts: "ModelFacts"
+) -> wire.Ready:
     """Returns the message about an engine that is loaded."""
     gpu = next(iter(layout.gpus), None)
     cached = config.dp_attention_size * layout.cached_tokens if config.prefix_cache else 0
@@ -152,7 +130,9 @@ def ready_with(config: EngineConfig, layout: "Layout", core: EngineLoop, report:
         chunks = (layout.chunk * layout.block_size * layout.token_bytes, layout.least_chunks, count)
     sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
     ranks = f"-tp {config.tensor_parallel_size} -pp {config.pipeline_parallel_size}"
-    ready = Ready(layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps)
+    ready = wire.Ready(
+        layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps
+    )
     ready.pages = f"{core.pages.hex()} ({ranks})" if core.pages else ""
     return ready
 
@@ -182,7 +162,7 @@ def signs_of_life(socket: "zmq.Socket[bytes]", running: str, parent: int) -> Ite
 
     def speak() -> None:
         while not ended.wait(HEARTBEAT_SECONDS):
-            socket.send(encode(Busy()))
+            socket.send(wire.encode(wire.Busy()))
             if os.getppid() != parent:
                 forget(running)
                 os._exit(1)
@@ -204,19 +184,19 @@ def sleep(socket: "zmq.Socket[bytes]", core: EngineLoop, running: str, parent: i
             gpu_bytes = core.sleep()
         except OSError as failed:
             error = f"there is no place for its memory: {failed}"
-    socket.send(encode(Slept(error, gpu_bytes)))
+    socket.send(wire.encode(wire.Slept(error, gpu_bytes)))
     while error is None:
         if not socket.poll(int(1000 * HEARTBEAT_SECONDS)):
             if os.getppid() != parent:
                 return False
             continue
-        match decode_for_engine(socket.recv()):
-            case Wake():
+        match wire.decode_for_engine(socket.recv()):
+            case wire.Wake():
                 with signs_of_life(socket, running, parent):
                     core.wake()
-                socket.send(encode(Woken()))
+                socket.send(wire.encode(wire.Woken()))
                 break
-            case Shutdown():
+            case wire.Shutdown():
                 return False
     return True
 
@@ -230,9 +210,9 @@ def serve(
     """
     spoke = time.monotonic()
     experts = ExpertCounts(core) if counts else None
-    cache = CacheTeller(core, lambda changes: socket.send(encode(changes)))
+    cache = CacheTeller(core, lambda changes: socket.send(wire.encode(changes)))
     adapters, weights = AdapterReader(core), WeightChanges(core)
-    traces = StepTraces(core, lambda: socket.send(encode(Busy())), Path(running).parent)
+    traces = StepTraces(core, lambda: socket.send(wire.encode(wire.Busy())), Path(running).parent)
     early: list[TokenEvent] = []
     prepares, sleeps = True, False
     while os.getppid() == parent:
@@ -243,35 +223,35 @@ def serve(
                 idle = 0.0 if early or not core.has_work else core.spare_seconds()
             if not socket.poll(int(1000 * idle)):
                 break
-            match decode_for_engine(socket.recv()):
-                case AddRequest() as message:
+            match wire.decode_for_engine(socket.recv()):
+                case wire.AddRequest() as message:
                     early += add(core, message)
-                case FinishRequests(request_ids, reason, stop_reason):
+                case wire.FinishRequests(request_ids, reason, stop_reason):
                     early += core.finish(request_ids, reason, stop_reason)
-                case LoadAdapter(key, path):
+                case wire.LoadAdapter(key, path):
                     adapters.read(key, path)
-                case UnloadAdapter(key):
+                case wire.UnloadAdapter(key):
                     adapters.unload(key)
-                case ReadWeights() | TakeWeights() | DropWeights() | ResizeCache() as message:
-                    socket.send(encode(Busy()))  # to copy weights may take longer than steps
+                case wire.ReadWeights() | wire.TakeWeights() | wire.DropWeights() | wire.ResizeCache() as message:
+                    socket.send(wire.encode(wire.Busy()))  # to copy weights may take longer than steps
                     early += weights.hear(message)
-                case WatchCache(wanted):
+                case wire.WatchCache(wanted):
                     cache.watch(wanted)
-                case TakeTrace() as message:
+                case wire.TakeTrace() as message:
                     traces.begin(message)
-                case Sleep():
+                case wire.Sleep():
                     sleeps = True
                     traces.cease()
-                case Shutdown():
+                case wire.Shutdown():
                     return
         for answer in (*adapters.answers(), *weights.answers(), *traces.answers()):
-            socket.send(encode(answer))
+            socket.send(wire.encode(answer))
         if sleeps and not (core.has_work or early or adapters.busy or weights.busy or traces.busy):
             sleeps = False
             if not sleep(socket, core, running, parent):
                 return
         if prepares and not core.has_work:
-            socket.send(encode(Busy()))
+            socket.send(wire.encode(wire.Busy()))
             prepares = core.idle()
         worked, started = core.has_work, time.monotonic()
         events, early = early + (traces.step() if worked else []), []
@@ -279,11 +259,11 @@ def serve(
         now, rests = time.monotonic(), worked and not core.has_work
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
             more = traces.silence(watch), core.layer_times(), [] if experts is None else experts.due(rests, now)
-            socket.send(encode(Events(events, core.statistics(), now - started, *more)))
+            socket.send(wire.encode(wire.Events(events, core.statistics(), now - started, *more)))
             spoke, prepares = now, prepares or (rests and core.prepares_again)
 
 
-def add(core: EngineLoop, message: AddRequest) -> list[TokenEvent]:
+def add(core: EngineLoop, message: wire.AddRequest) -> list[TokenEvent]:
     """Queue a request; the events that say why it cannot be."""
     try:
         core.add(message.spec, message.progress)
@@ -337,19 +317,19 @@ class AdapterReader:
         else:
             reading.cancel()
 
-    def answers(self) -> list[AdapterRead]:
+    def answers(self) -> list[wire.AdapterRead]:
         """About what was read since the last call; it can be used now."""
         answers = []
         for key in [key for key, reading in self._reading.items() if reading.done()]:
             try:
                 adapter = self._reading.pop(key).result()
                 self._core.add_adapter(key, adapter)
-                answers.append(AdapterRead(key, digest=adapter.digest))
+                answers.append(wire.AdapterRead(key, digest=adapter.digest))
             except KvernError as error:
-                answers.append(AdapterRead(key, str(error)))
+                answers.append(wire.AdapterRead(key, str(error)))
             except Exception as error:  # the fault of that adapter alone
                 logger.exception("an adapter cannot be read")
-                answers.append(AdapterRead(key, f"it cannot be read: {in_a_line(error)}"))
+                answers.append(wire.AdapterRead(key, f"it cannot be read: {in_a_line(error)}"))
         return answers
 
 

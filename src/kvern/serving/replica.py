@@ -10,6 +10,7 @@ from kvern.engine.output import OutputProcessor
 from kvern.errors import EngineDied
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.request.events import EngineStatistics, all_together
+from kvern.serving import wire
 from kvern.serving.child import EngineProcess
 from kvern.serving.choice import EngineLoads, Load
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
@@ -21,16 +22,6 @@ from kvern.serving.prefix_index import EnginePrefixes, PrefixIndex
 from kvern.serving.probation import Probation
 from kvern.serving.recovery import Recovery
 from kvern.serving.supervisor import Death, Supervisor
-from kvern.serving.wire import (
-    AdapterRead,
-    CacheChanges,
-    Heard,
-    ResizeCache,
-    TraceTaken,
-    WatchCache,
-    WeightsRead,
-    WeightsTaken,
-)
 from kvern.serving.workload import Generation, Turns, Workload
 
 logger = logging.getLogger("kvern")
@@ -55,24 +46,19 @@ class Siblings(Protocol):
     @property
     def has_choice(self) -> bool:
         """There are several engines, which keep prefixes: each tells which."""
-        ...
 
     @property
     def splits(self) -> bool:
         """Some engines compute prompts for the others, or did before they were removed."""
-        ...
 
     def has_other(self, replica: "Replica") -> bool:
         """Another one takes requests."""
-        ...
 
     def go_on(self, generation: Generation) -> None:
         """Give an engine a request that none has, or whose prompt another has computed."""
-        ...
 
     def move(self) -> None:
         """Give what waits for an engine, or behind others' trials, to engines that begin with it at once."""
-        ...
 
 
 class Replica:
@@ -133,7 +119,7 @@ class Replica:
         is_new = chunks != self._asked_chunks
         if is_new:
             self._asked_chunks = chunks
-            self.supervisor.send(ResizeCache(chunks))
+            self.supervisor.send(wire.ResizeCache(chunks))
         return is_new
 
     @property
@@ -171,9 +157,9 @@ class Replica:
             self._prefixes.begin()
         else:
             self._prefixes.drop()
-        self.supervisor.send(WatchCache(wanted))
+        self.supervisor.send(wire.WatchCache(wanted))
 
-    def hear_cache(self, changes: CacheChanges) -> None:
+    def hear_cache(self, changes: wire.CacheChanges) -> None:
         """Takes what the engine tells of its cache; if something is missing, it tells everything again."""
         if not self._prefixes.hear(changes):
             logger.warning("messages of engine %s about its cache are missing; it is asked for all of them", self.name)
@@ -194,17 +180,17 @@ class Replica:
     def _load(self) -> Load:
         return Load(self.workload.is_full, self.workload.tokens, self.workload.computed, self.number)
 
-    def hear(self, message: Heard) -> None:
+    def hear(self, message: wire.Heard) -> None:
         """Takes a message of the engine."""
-        if isinstance(message, AdapterRead):
+        if isinstance(message, wire.AdapterRead):
             self.adapters.hear(message)
-        elif isinstance(message, WeightsRead | WeightsTaken):
+        elif isinstance(message, wire.WeightsRead | wire.WeightsTaken):
             self.weights.hear(message)
-            if isinstance(message, WeightsTaken):
+            if isinstance(message, wire.WeightsTaken):
                 self.metrics.weights_changed()
-        elif isinstance(message, CacheChanges):
+        elif isinstance(message, wire.CacheChanges):
             self.hear_cache(message)
-        elif isinstance(message, TraceTaken):
+        elif isinstance(message, wire.TraceTaken):
             self.traces.hear(message)
         else:
             before, self._latest = self._latest, message.statistics

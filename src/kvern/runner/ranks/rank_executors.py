@@ -21,35 +21,10 @@ from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.device import resolve_device
 from kvern.runner.executor import Executor, tiered
 from kvern.runner.plan import Layout, agree, lay_out
+from kvern.runner.ranks import rank_wire as wire
 from kvern.runner.ranks.experts import LayerCounts
 from kvern.runner.ranks.rank_limits import rank_of
 from kvern.runner.ranks.rank_processes import RANKS_DISAGREE, RankProcesses, watched_steps
-from kvern.runner.ranks.rank_wire import (
-    AddAdapter,
-    BeginCounting,
-    CountExperts,
-    DropAdapter,
-    DropWeights,
-    EnterMemory,
-    ForgetSteps,
-    Found,
-    FoundWeights,
-    HasFiles,
-    HasRoom,
-    IsHere,
-    IsReady,
-    LeaveMemory,
-    LoadWeights,
-    MapCache,
-    Measured,
-    PlaceExperts,
-    RankMessage,
-    ReadWeights,
-    RunStep,
-    TakeMemory,
-    TakeWeights,
-    UseIdleTime,
-)
 from kvern.runner.startup import Startup
 from kvern.runner.tier import Tier
 from kvern.runner.worker import Worker
@@ -85,13 +60,13 @@ class RankedExecutor(Executor):
         try:
             due = None if self._balance is None else self._others.watched()(self._balance.due)
             if self._error is None and due and (placements := due(self.count_experts)):
-                self._on_all(PlaceExperts(placements), partial(self._worker.place_experts, placements))
+                self._on_all(wire.PlaceExperts(placements), partial(self._worker.place_experts, placements))
         except BaseException as error:
             self._error = error
         if self._error is None:
-            self._others.send(RunStep(output))
+            self._others.send(wire.RunStep(output))
 
-    def _on_all(self, message: RankMessage, function: Callable[[], Done]) -> Done:
+    def _on_all(self, message: wire.RankMessage, function: Callable[[], Done]) -> Done:
         """Call a function after the steps so far; the message has the other ranks do the same."""
         self._others.send(message)
         self._begin_all()
@@ -106,53 +81,55 @@ class RankedExecutor(Executor):
         """Begin the steps that were submitted: they are begun."""
 
     def begin_counting(self) -> None:
-        self._others.send(BeginCounting())
+        self._others.send(wire.BeginCounting())
         super().begin_counting()
 
     def count_experts(self) -> Callable[[], LayerCounts]:
         count = super().count_experts  # without stages this rank knows of all rows
-        return self._others.watched()(count() if self._ranks.stage.count == 1 else self._on_all(CountExperts(), count))
+        return self._others.watched()(
+            count() if self._ranks.stage.count == 1 else self._on_all(wire.CountExperts(), count)
+        )
 
     def abandon(self) -> None:
         cause, self._error = self._error, self._others.give_up()
         raise self._error from cause
 
     def forget(self) -> None:
-        self._others.send(ForgetSteps())
+        self._others.send(wire.ForgetSteps())
         super().forget()
 
     def idle(self) -> bool:
-        self._others.send(UseIdleTime())
+        self._others.send(wire.UseIdleTime())
         prepares = super().idle()
         self._ranks.meet(self._worker.device)  # or the first request would wait for what slower ranks have to do yet
         return prepares
 
     def sleep(self) -> int:
-        self._others.send(LeaveMemory())
+        self._others.send(wire.LeaveMemory())
         held = super().sleep()
         self._ranks.meet(self._worker.device)
         return held
 
     def wake(self) -> None:
-        self._others.send(EnterMemory())
+        self._others.send(wire.EnterMemory())
         super().wake()
         self._ranks.meet(self._worker.device)
 
     def map_cache(self, blocks: int) -> int:
-        self._others.send(MapCache(blocks))
+        self._others.send(wire.MapCache(blocks))
         return super().map_cache(blocks)
 
     def add_adapter(self, key: int, adapter: Adapter) -> None:
-        self._others.send(AddAdapter.of(key, adapter))
+        self._others.send(wire.AddAdapter.of(key, adapter))
         super().add_adapter(key, adapter)
 
     def drop_adapter(self, key: int) -> None:
-        self._others.send(DropAdapter(key))
+        self._others.send(wire.DropAdapter(key))
         super().drop_adapter(key)
 
     def read_weights(self, version: str, sources: Sequence[WeightSource]) -> None:
         self._found = []
-        self._others.send(ReadWeights(version, list(sources)))
+        self._others.send(wire.ReadWeights(version, list(sources)))
         super().read_weights(version, sources)
 
     def weights_found(self) -> WeightsFound | None:
@@ -170,9 +147,9 @@ class RankedExecutor(Executor):
     def _hear(self) -> None:
         """Take what other ranks have said."""
         for said in self._others.watched()(self._others.come)():
-            if isinstance(said, FoundWeights) and said.version == self.weights.version:
+            if isinstance(said, wire.FoundWeights) and said.version == self.weights.version:
                 self._found.append(said.found)
-            elif isinstance(said, Measured):
+            elif isinstance(said, wire.Measured):
                 self._measured.append(MeasuredStep(said.step, said.seconds, is_whole=False))
 
     def measured(self) -> list[MeasuredStep]:
@@ -182,11 +159,11 @@ class RankedExecutor(Executor):
         return [*super().measured(), *others]
 
     def take_weights(self) -> None:
-        self._on_all(TakeWeights(), super().take_weights)
+        self._on_all(wire.TakeWeights(), super().take_weights)
 
     def drop_weights(self) -> None:
         self._found = []
-        self._others.send(DropWeights())
+        self._others.send(wire.DropWeights())
         super().drop_weights()
 
 
@@ -213,7 +190,7 @@ class StagedExecutor(RankedExecutor):
             step.begin()
 
     def drop_adapter(self, key: int) -> None:
-        self._others.send(DropAdapter(key))
+        self._others.send(wire.DropAdapter(key))
         self._dropped += (key,)
 
     def _begin(self, output: SchedulerOutput, dropped: Iterable[int]) -> StepResult:
@@ -249,7 +226,7 @@ class DPAttentionExecutor(Executor):
         """Have all ranks place experts anew before the turn that the first is about to call, if that is due."""
         assert self.others is not None
         if self._balance and (placements := self.others.watched()(self._balance.due)(self.count_experts)):
-            self.others.send(PlaceExperts(placements))
+            self.others.send(wire.PlaceExperts(placements))
             self.others.watched()(self._worker.place_experts)(placements)
 
     def end_turn(self) -> None:
@@ -309,12 +286,12 @@ def start_ranks(
         findings = worker.probe()
         took = time.monotonic() - begun
         with startup.stage("ranks"):
-            others.answers(IsHere, "connected", 0.0)
+            others.answers(wire.IsHere, "connected", 0.0)
             # Another machine may have to load them from the hub, which has time limits of its own.
-            others.answers(HasFiles, "found its files", math.inf if config.executor == "ray" else took)
-            found = others.answers(Found, "looked at its device", took)
+            others.answers(wire.HasFiles, "found its files", math.inf if config.executor == "ray" else took)
+            found = others.answers(wire.Found, "looked at its device", took)
             plan = agree([findings, *(answer.findings for answer in found)], config, spec)
-            others.send(LoadWeights(plan, others.meeting))
+            others.send(wire.LoadWeights(plan, others.meeting))
             try:
                 ranks.connect(
                     others.meeting,
@@ -328,13 +305,13 @@ def start_ranks(
                 raise ConfigError(f"the ranks cannot meet: {error}") from error
         begun = time.monotonic()
         room = worker.load(plan)
-        answers = others.answers(HasRoom, "loaded its weights", time.monotonic() - begun)
+        answers = others.answers(wire.HasRoom, "loaded its weights", time.monotonic() - begun)
         layout = lay_out([room, *(answer.room for answer in answers)], plan, config)
-        others.send(TakeMemory(layout))
+        others.send(wire.TakeMemory(layout))
         begun = time.monotonic()
         worker.build(layout)
         tier = worker.make_tier(layout)
-        others.answers(IsReady, "taken its memory", time.monotonic() - begun)
+        others.answers(wire.IsReady, "taken its memory", time.monotonic() - begun)
     except BaseException:
         others.end()
         raise

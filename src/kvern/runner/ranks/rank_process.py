@@ -31,36 +31,8 @@ from kvern.runner.cache_memory import map_blocks
 from kvern.runner.device import resolve_device
 from kvern.runner.executor import tiered
 from kvern.runner.plan import Layout
+from kvern.runner.ranks import rank_wire as wire
 from kvern.runner.ranks.rank_limits import rank_of
-from kvern.runner.ranks.rank_wire import (
-    AddAdapter,
-    BeginCounting,
-    CountExperts,
-    DropAdapter,
-    DropWeights,
-    EnterMemory,
-    Failed,
-    ForgetSteps,
-    Found,
-    FoundWeights,
-    HasFiles,
-    HasRoom,
-    IsHere,
-    IsReady,
-    LeaveMemory,
-    LoadWeights,
-    MapCache,
-    Measured,
-    PlaceExperts,
-    ReadWeights,
-    RunStep,
-    TakeMemory,
-    TakeWeights,
-    UseIdleTime,
-    decode_for_rank,
-    decode_start,
-    encode,
-)
 from kvern.runner.startup import Startup
 from kvern.runner.tier import Tier
 from kvern.runner.weight_reader import WeightReader
@@ -105,15 +77,15 @@ def main(address: str, parent: int, run: "Callable[[zmq.Socket[bytes], Rank], No
         run(socket, rank)
     except KvernError as error:
         logger.error("a rank ends: %s", error)  # the first one may be busy, and end without having read it
-        socket.send(encode(Failed(str(error))))
+        socket.send(wire.encode(wire.Failed(str(error))))
         return 2
     return 0
 
 
 def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
     """Load this rank's share when the first one says so."""
-    socket.send(encode(IsHere()))
-    start = decode_start(sys.stdin.buffer.read())
+    socket.send(wire.encode(wire.IsHere()))
+    start = wire.decode_start(sys.stdin.buffer.read())
     config = EngineConfig(**start.config)
     folder = folder_here(config, start.folder)
     spec = describe_model(folder, read_config(folder), config.model_implementation)
@@ -122,19 +94,19 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
     draft = None if start.draft is None else Path(start.draft)
     if draft is not None and config.executor == "ray":  # this machine has a folder of its own
         draft = draft_folder(config, folder, device.type)
-    socket.send(encode(HasFiles()))
+    socket.send(wire.encode(wire.HasFiles()))
     ranks = rank_of(config, start.rank, layers, draft)
     worker = Worker(config, folder, spec, device, Startup(), draft, ranks)
-    socket.send(encode(Found(worker.probe())))
-    load = decode_for_rank(socket.recv())
-    assert isinstance(load, LoadWeights)
+    socket.send(wire.encode(wire.Found(worker.probe())))
+    load = wire.decode_for_rank(socket.recv())
+    assert isinstance(load, wire.LoadWeights)
     ranks.connect(load.meeting, device, config.rank_timeout, load.plan.kernels, ordered=config.deterministic)
-    socket.send(encode(HasRoom(worker.load(load.plan))))
-    take = decode_for_rank(socket.recv())
-    assert isinstance(take, TakeMemory)
+    socket.send(wire.encode(wire.HasRoom(worker.load(load.plan))))
+    take = wire.decode_for_rank(socket.recv())
+    assert isinstance(take, wire.TakeMemory)
     worker.build(take.layout)
     rank = Rank(config, folder, draft, spec, worker, ranks, take.layout, worker.make_tier(take.layout))
-    socket.send(encode(IsReady()))
+    socket.send(wire.encode(wire.IsReady()))
     return rank
 
 
@@ -147,46 +119,46 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     while True:
         while weights.is_busy:
             if (found := weights.answer()) is not None:
-                socket.send(encode(FoundWeights(weights.version, found)))
+                socket.send(wire.encode(wire.FoundWeights(weights.version, found)))
             elif socket.poll(READING_MILLISECONDS):
                 break
-        match decode_for_rank(socket.recv()):
-            case RunStep(output):
+        match wire.decode_for_rank(socket.recv()):
+            case wire.RunStep(output):
                 in_flight.append(execute(output))
                 if len(in_flight) >= rank.layout.depth:
                     in_flight.popleft().result()
                 for step, seconds in measured(rank):
-                    socket.send(encode(Measured(step, seconds)))
-            case ForgetSteps():
+                    socket.send(wire.encode(wire.Measured(step, seconds)))
+            case wire.ForgetSteps():
                 in_flight.clear()
                 runner.abandon()
-            case UseIdleTime():
+            case wire.UseIdleTime():
                 runner.idle()
                 rank.ranks.meet(rank.worker.device)
-            case LeaveMemory():
+            case wire.LeaveMemory():
                 weights.settle()
                 rank.worker.sleeping.leave()
                 rank.ranks.meet(rank.worker.device)
-            case EnterMemory():
+            case wire.EnterMemory():
                 rank.worker.sleeping.enter()
                 rank.ranks.meet(rank.worker.device)
-            case MapCache(blocks):
+            case wire.MapCache(blocks):
                 map_blocks(runner.pools, blocks)
-            case PlaceExperts(placements):
+            case wire.PlaceExperts(placements):
                 rank.worker.place_experts(placements)
-            case BeginCounting():
+            case wire.BeginCounting():
                 rank.worker.begin_counting()
-            case CountExperts():
+            case wire.CountExperts():
                 rank.worker.count_experts()
-            case AddAdapter() as message:
+            case wire.AddAdapter() as message:
                 rank.worker.adapters.add(message.key, message.adapter())
-            case DropAdapter(key):
+            case wire.DropAdapter(key):
                 rank.worker.adapters.drop(key)
-            case ReadWeights(version, sources):
+            case wire.ReadWeights(version, sources):
                 weights.begin(version, sources)
-            case TakeWeights():
+            case wire.TakeWeights():
                 weights.take()
-            case DropWeights():
+            case wire.DropWeights():
                 weights.drop()
 
 
