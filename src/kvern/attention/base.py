@@ -58,11 +58,9 @@ class AttentionBackend(Protocol[Batch]):
 
     def plan(self, batch: Batch) -> PagedAttend:
         """Prepare one step. The result writes a layer's keys and values to the cache, then attends causally."""
-        ...
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy the heads of blocks in every layer, in order."""
-        ...
 
 
 class PlannedAttention(Protocol):
@@ -85,11 +83,9 @@ class AttentionKernels(Protocol):
 
     def decode(self, queries: "Queries") -> PlannedAttention:
         """Plan for requests of one token each."""
-        ...
 
     def prefill(self, queries: "Queries") -> PlannedAttention:
         """Plan for requests of any number of tokens each."""
-        ...
 
 
 class OwnKernels(AttentionKernels, Protocol):
@@ -105,7 +101,6 @@ class OwnKernels(AttentionKernels, Protocol):
     @property
     def expanding(self) -> "ExpandedAttention | None":
         """The kernels that make keys and values of latents for long runs."""
-        ...
 
 
 def sinks_of(layers: Sequence[AttentionSpec], sinks: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor | None]:

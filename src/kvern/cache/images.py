@@ -42,15 +42,12 @@ class Decoder(Protocol):
 
     def begin(self, number: int, data: bytes) -> None:
         """Begins to decode a file; `finished` will name its number."""
-        ...
 
     def cancel(self, number: int) -> None:
         """Nobody wants this image any more; `finished` may still name it."""
-        ...
 
     def finished(self) -> list[tuple[int, memoryview | str]]:
         """Returns the images that have been decoded since the last call: the patches' bytes, or why there are none."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -165,11 +165,9 @@ class TierIndex(Protocol):
 
     def wants(self, key: bytes, part: Part) -> bool:
         """Returns whether a part that is written should be saved; False if it is kept already."""
-        ...
 
     def source(self, key: bytes, part: Part) -> str | None:
         """Returns the name of the store from which a part would be loaded now; None: probably none has it."""
-        ...
 
     def pays(
         self,
@@ -182,20 +180,15 @@ class TierIndex(Protocol):
 
         `ahead`: tokens of other prompts that are computed before, in which time pages may come, too; None: it is next.
         """
-        ...
 
     def patience(self, start: int, end: int) -> float:
         """Returns the seconds that a load of these tokens may take in any case, however short it should be."""
-        ...
 
     def ask(self, pages: Iterable[tuple[bytes, Part]]) -> int | None:
         """Begins to ask distant stores for pages. Returns what `answered` takes; None: there is nothing to wait for."""
-        ...
 
     def figures(self) -> dict[str, StoreFigures]:
         """Returns the figures of the stores by name."""
-        ...
 
     def answered(self, question: int) -> bool:
         """Returns whether `source` knows what there is to know: answers have come, or they take too long."""
-        ...

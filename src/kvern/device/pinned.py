@@ -28,19 +28,15 @@ class Pinnable(Protocol):
 
     def parts(self, most: int) -> Iterable[memoryview]:
         """The memory in order, in whole pages, in pieces of at most `most` bytes."""
-        ...
 
     def extend(self, part: memoryview) -> None:
         """The next of `parts` is pinned."""
-        ...
 
     def may_grow(self, size: int) -> bool:
         """Returns whether the host may make so many more bytes of it."""
-        ...
 
     def cut(self) -> None:
         """No further part will be."""
-        ...
 
 
 @functools.cache

@@ -23,7 +23,6 @@ class Proposer(Protocol):
 
         As many of the first as `in_flight` says are sampled already, and not used. One that raises is not asked again.
         """
-        ...
 
 
 OWN = {

@@ -37,7 +37,6 @@ class Gathering(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""
-        ...
 
 
 class VocabularyPart(NamedTuple):

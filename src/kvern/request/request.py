@@ -278,7 +278,6 @@ class Search(Protocol):
     @property
     def requests(self) -> "list[Request]":
         """The requests of the beams."""
-        ...
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

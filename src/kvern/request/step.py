@@ -216,4 +216,3 @@ class StepResult(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Waits for the result. Raises what the step raised."""
-        ...

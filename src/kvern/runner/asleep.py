@@ -20,15 +20,12 @@ class MemoryAsleep(Protocol):
 
         Returns the bytes that this process still takes of its GPU; 0 on a CPU.
         """
-        ...
 
     def enter(self) -> None:
         """Brings the contents back. Raises torch.OutOfMemoryError if another process has the memory of the GPU."""
-        ...
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
         """Leave the memory of tensors alone from now on, which may be freed."""
-        ...
 
 
 def memory_asleep(owner: object, memory: DeviceMemory, folder: Path, emptied: Sequence[Tensor] = ()) -> MemoryAsleep:

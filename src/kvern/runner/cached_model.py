@@ -29,15 +29,12 @@ class RowStates(Protocol):
     @property
     def stacks(self) -> "Sequence[StateStack]":
         """The memory of all layers that have states."""
-        ...
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Zero and copy states, and give rows theirs, as a step says."""
-        ...
 
     def defer(self) -> None:
         """Keep what the drafts of the step that was planned last are to write until `SchedulerOutput.kept` tells."""
-        ...
 
 
 class StepEmbeddings(NamedTuple):
@@ -58,27 +55,21 @@ class EmbeddingSource(Protocol):
 
     def rehearse(self) -> None:
         """Take the most memory that a step needs for rows, which PyTorch keeps for later ones."""
-        ...
 
     def fork(self, forked: Sequence[Fork]) -> None:
         """Rows of the batch go on from others."""
-        ...
 
     def join(self, joined: Sequence[NewRequest]) -> None:
         """Rows of the batch have new requests."""
-        ...
 
     def prepare(self, message: ImageMessage) -> list[tuple[int, str]]:
         """Encode what a step says; returns the numbers of what has ended, and what went wrong with each."""
-        ...
 
     def abandon(self) -> None:
         """Forget what steps have begun to encode: they have failed."""
-        ...
 
     def rows(self, scheduled: Sequence[ScheduledTokens]) -> StepEmbeddings | None:
         """The rows for a step, whose requests are in their rows of the batch; None: all its tokens have ids alone."""
-        ...
 
 
 Network = TypeVar("Network")

@@ -79,35 +79,28 @@ class Runner(Protocol):
     @property
     def draft_caches(self) -> Sequence[torch.Tensor]:
         """Likewise of the layers of a draft model or head."""
-        ...
 
     @property
     def states(self) -> "RowStates | None":
         """The states of layers; None: no layer keeps any."""
-        ...
 
     def execute(self, output: SchedulerOutput) -> StepResult:
         """Start one step. Raises StepTooLarge if its differences have come, but it does not fit into memory."""
-        ...
 
     def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
         """The decodes and tokens of prompts that a graph for this step needs room for; None: there can be no graph.
 
         And whether it has to be one of decodes alone, whatever other ranks have beside.
         """
-        ...
 
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
-        ...
 
     def assist(self) -> None:
         """Take part in a step of ranks in DP attention, in which this rank has no rows."""
-        ...
 
     def abandon(self) -> None:
         """Wait for the device, then forget all steps: every request joins anew. Raises if the device is broken."""
-        ...
 
 
 class StepBackend(Protocol):
@@ -119,35 +112,28 @@ class StepBackend(Protocol):
     @property
     def unquantized(self) -> LinearFormat:
         """The way to multiply plain weights."""
-        ...
 
     @property
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         """The function that masks logits: `structured.masks.restrict`, or a kernel like it."""
-        ...
 
     def prepare(self, decoder: WeightedModel) -> None:
         """Choose what fits these weights and this device best."""
-        ...
 
     def tune(self, model: WeightedModel) -> None:
         """Choose how weights are multiplied; `prepare` does this, too."""
-        ...
 
     def room(self, loaded: LoadedModel) -> FreeMemory:
         """Measure the memory that is left beside weights and the largest steps."""
-        ...
 
     def runner(self, loaded: LoadedModel, layout: Layout) -> Runner:
         """The runner over a KV cache of this layout."""
-        ...
 
     def drafter(self, decoder: "Decoder | DraftHead | MedusaHeads", layout: Layout, rows: BatchRows) -> "Drafter":
         """A drafter of the model or head of this backend, with a cache over the blocks of another model's layout.
 
         Medusa heads have no cache.
         """
-        ...
 
 
 VISION_KERNELS = frozenset({"rotary", "norm"})

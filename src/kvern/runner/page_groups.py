@@ -58,11 +58,9 @@ class Place(Protocol):
 
     def __len__(self) -> int:
         """The bytes of the piece, with its header."""
-        ...
 
     def head(self, number: int) -> Sized:
         """One of its heads, whose length is that of its page in stores that ranks share."""
-        ...
 
 
 class PageMover(PageMemory, Protocol):
@@ -78,18 +76,15 @@ class PageMover(PageMemory, Protocol):
 
     def pin(self, store: "Pinnable") -> Callable[[], None]:
         """Pages are copied from and to the memory of this store, until what is returned is called."""
-        ...
 
     def pack(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[Place]:
         """Returns for each list of blocks the piece of all heads, or nothing if there is no room.
 
         The blocks may change afterwards.
         """
-        ...
 
     def places(self, group: HeadGroup, tables: Sequence[Sequence[int]]) -> Sequence[Place]:
         """Returns likewise what pieces to be loaded are written to; blocks below 0 are left out."""
-        ...
 
     def settle(self, places: Sequence[Any], has_others: bool) -> None:
         """Pages have come, for `places`: later steps read them there.
@@ -97,4 +92,3 @@ class PageMover(PageMemory, Protocol):
         With `has_others` pages of loads that have ended may be on their way: they are written before later steps write
         to those blocks, or never.
         """
-        ...

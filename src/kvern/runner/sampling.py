@@ -24,19 +24,15 @@ class Sampling(Protocol):
 
     def constrain(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor) -> None:
         """Change the logits in place as each row's request asks."""
-        ...
 
     def sample(self, logits: Tensor, slots: Sequence[int], index: Tensor, positions: Tensor, needs: int) -> Tensor:
         """Choose one token [N] int64 for each row; `needs`: of all."""
-        ...
 
     def write(self, index: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Let the rows go on with the tokens [N] int64 that were chosen for them."""
-        ...
 
     def logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> "DeviceLogprobs":
         """Log-probabilities as `kvern.sample.logprobs.token_logprobs` returns them."""
-        ...
 
 
 class CompiledSampling:

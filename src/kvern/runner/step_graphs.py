@@ -241,7 +241,6 @@ class CaptureMemory(Protocol):
 
     def capture(self, step: Callable[[], StepOutputs]) -> tuple[Callable[[], None], StepOutputs]:
         """Capture a step; returns the function that computes it again, and the outputs that this overwrites."""
-        ...
 
 
 class GraphMemory:

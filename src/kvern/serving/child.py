@@ -32,39 +32,30 @@ class EngineProcess(Protocol):
     @property
     def returncode(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        ...
 
     def listen(self, socket: "zmq.Socket[Any]") -> None:
         """Bind the socket to where the process will connect, or has."""
-        ...
 
     def bind(self, processors: Set[int]) -> None:
         """Let it run on these alone, if any are named."""
-        ...
 
     async def wait(self) -> int:
         """Its `returncode`, once there is one."""
-        ...
 
     def kill(self) -> None:
         """End it at once."""
-        ...
 
     def last_requests(self) -> list[str]:
         """The requests that it computed when it ended, those of the last step first."""
-        ...
 
     def forget(self) -> None:
         """Remove what it leaves behind."""
-        ...
 
     def memory(self) -> int:
         """The bytes of this machine's memory that it and its ranks take; what others share counts in part."""
-        ...
 
     def processor_seconds(self) -> float | None:
         """The CPU time that it and its ranks have taken so far; None if the system does not tell."""
-        ...
 
 
 class EngineChild:

@@ -34,15 +34,12 @@ class SteppedEngine(Protocol):
 
     def step(self) -> Sequence[object]:
         """Make a step."""
-        ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; their outputs keep what they have."""
-        ...
 
     def close(self) -> None:
         """Abort what runs, and free what the engine holds."""
-        ...
 
 
 class _Follower:

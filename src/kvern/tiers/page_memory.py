@@ -45,15 +45,12 @@ class Copies(Protocol):
 
     def is_done(self) -> bool:
         """True if `sums` does not wait."""
-        ...
 
     def sums(self) -> list[list[int]]:
         """Waits for the copies, and returns the sums of each piece's heads as copied. It is called once."""
-        ...
 
     def seconds(self) -> float | None:
         """The seconds that the copies took, once `sums` has returned; None: as long as `sums`."""
-        ...
 
 
 class PageMemory(Protocol):
@@ -70,19 +67,15 @@ class PageMemory(Protocol):
 
     def buffer(self, piece: Piece) -> memoryview:
         """Memory for a page with its header, for a store that copies it."""
-        ...
 
     def read(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
         """Begins to copy packed payloads to places, behind space for headers."""
-        ...
 
     def forget(self, pieces: Sequence[Piece]) -> None:
         """The payloads of packed pieces are needed no longer."""
-        ...
 
     def write(self, pieces: Sequence[Piece], places: Sequence[Parts]) -> Copies:
         """Begins to copy payloads that were loaded. It is called while nobody ends the load; waiting is not."""
-        ...
 
 
 class HostPages:

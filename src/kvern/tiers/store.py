@@ -51,27 +51,21 @@ class Store(Protocol):
     @property
     def is_local(self) -> bool:
         """True if `has` answers from memory, in microseconds a name: the engine's thread may call it."""
-        ...
 
     def has(self, names: Sequence[bytes]) -> list[bool]:
         """Returns which pages the store probably has."""
-        ...
 
     def get(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         """Copies pages into `places`, writable bytes of the pages' sizes. Returns which were filled, whole."""
-        ...
 
     def put(self, names: Sequence[bytes], places: Sequence[memoryview]) -> list[bool]:
         """Keeps copies of pages. Returns which are kept now; a page that was kept before counts."""
-        ...
 
     def drop(self, names: Sequence[bytes]) -> None:
         """Removes pages that were not what they should be, so that they can be put again."""
-        ...
 
     def close(self) -> None:
         """Ends the store's threads and connections; other methods are not called again."""
-        ...
 
 
 class Place(Protocol):
@@ -92,23 +86,18 @@ class DirectStore(Store, Protocol):
 
     def lend(self, names: Sequence[bytes], lengths: Sequence[int]) -> list[Any | None]:
         """Returns the places of pages, which are not changed until `give_back`; None: there is none of this length."""
-        ...
 
     def give_back(self, places: Sequence[Any]) -> None:
         """Ends what `lend` began."""
-        ...
 
     def reserve(self, name: bytes, length: int) -> Any | None:
         """Returns a place for a new page, which nobody finds before `publish`; None: it is kept, or has no room."""
-        ...
 
     def publish(self, place: Any) -> None:
         """The page in a reserved place is whole."""
-        ...
 
     def withdraw(self, place: Any) -> None:
         """Ends what `reserve` began, without a page."""
-        ...
 
 
 STORES: Plugins[Callable[[str, Identity], Store]] = Plugins(

@@ -76,11 +76,9 @@ class ToolParser(Protocol):
 
     def feed(self, text: str) -> list[Piece]:
         """Reads the next characters."""
-        ...
 
     def finish(self) -> list[Piece]:
         """Ends the text and returns what was held back."""
-        ...
 
 
 class ToolFormat(ABC):

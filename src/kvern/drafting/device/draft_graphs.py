@@ -87,7 +87,6 @@ class DraftComputer(Protocol):
 
     def steps(self, size: int) -> DraftSteps:
         """The steps for so many rows, kernel by kernel; those that pad belong to the last row."""
-        ...
 
 
 class DraftKind(StepKind[DraftRun, DraftSteps]):

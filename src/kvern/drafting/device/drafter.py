@@ -84,7 +84,6 @@ class StepReader(Protocol):
         sampled  [T] int64    the tokens behind all tokens
         kept     [R] int64    how many of these are kept of each run; of runs that pad anything
         """
-        ...
 
 
 class Captures(Protocol):
@@ -96,11 +95,9 @@ class Captures(Protocol):
     @property
     def priority(self) -> int:
         """When the next one is captured, compared with other kinds: the lowest first."""
-        ...
 
     def capture_next(self) -> None:
         """Capture the next one."""
-        ...
 
 
 class Drafter(Protocol):
@@ -111,12 +108,10 @@ class Drafter(Protocol):
     @property
     def graphs(self) -> Sequence[Captures]:
         """Its steps as CUDA graphs, by their kinds."""
-        ...
 
     @property
     def caches(self) -> Sequence[torch.Tensor]:
         """The keys and values of its layers, in the blocks of the first block table."""
-        ...
 
     @property
     def inputs(self) -> LayerInputs | None:
@@ -124,7 +119,6 @@ class Drafter(Protocol):
 
     def prepare(self, output: SchedulerOutput) -> None:
         """The rows have changed as a step says: let what is kept for rows and blocks change with them."""
-        ...
 
     def draft(self, step: ComputedStep) -> None:
         """Write drafts into the rows of `step`, without waiting for the device.
@@ -133,7 +127,6 @@ class Drafter(Protocol):
         has room for keys of all these tokens. A part of a prompt with `guesses` tells that drafts will be wanted behind
         the prompt's end.
         """
-        ...
 
 
 @runtime_checkable

@@ -51,11 +51,9 @@ class Process(Protocol):
 
     def wait(self) -> int:
         """Its exit code, once there is one, negative: by which signal."""
-        ...
 
     def kill(self) -> None:
         """End it at once."""
-        ...
 
 
 Answer = TypeVar("Answer", bound=RankMessage)
