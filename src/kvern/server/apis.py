@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvern.server.config import BATCHES
+from kvern.server.operations import read_operations
 from kvern.server.service import Service
 
 if TYPE_CHECKING:
@@ -20,75 +21,6 @@ if TYPE_CHECKING:
     from kvern.server.stores.files import Store
     from kvern.server.stores.responses import ResponseStore
 
-ROUTES = """
-POST   /v1/completions                                     completions:Completions.create
-POST   /v1/chat/completions                                completions:Completions.create
-POST   /v1/embeddings                                      whole_answers:Embeddings.create
-POST   /v1/score                                           scores:Scores.create
-POST   /v1/rerank                                          scores:Rerank.create
-POST   /v1/messages                                        messages:MessagesApi.create
-POST   /v1/messages/count_tokens                           messages:MessagesApi.count_tokens
-POST   /v1/messages/batches                                message_batches:MessageBatches.create
-GET    /v1/messages/batches                                message_batches:MessageBatches.list
-GET    /v1/messages/batches/{message_batch_id}             message_batches:MessageBatches.retrieve
-DELETE /v1/messages/batches/{message_batch_id}             message_batches:MessageBatches.delete
-POST   /v1/messages/batches/{message_batch_id}/cancel      message_batches:MessageBatches.cancel
-GET    /v1/messages/batches/{message_batch_id}/results     message_batches:MessageBatches.results
-POST   /v1/responses                                       responses:Responses.create
-GET    /v1/responses/{response_id}                         responses:Responses.retrieve
-DELETE /v1/responses/{response_id}                         responses:Responses.delete
-POST   /v1/responses/{response_id}/cancel                  responses:Responses.cancel
-GET    /v1/responses/{response_id}/input_items             responses:Responses.input_items
-POST   /v1/conversations                                   responses:Conversations.create
-GET    /v1/conversations/{conversation_id}                 responses:Conversations.retrieve
-POST   /v1/conversations/{conversation_id}                 responses:Conversations.update
-DELETE /v1/conversations/{conversation_id}                 responses:Conversations.delete
-POST   /v1/conversations/{conversation_id}/items           responses:Conversations.add_items
-GET    /v1/conversations/{conversation_id}/items           responses:Conversations.list_items
-GET    /v1/conversations/{conversation_id}/items/{item_id} responses:Conversations.item
-DELETE /v1/conversations/{conversation_id}/items/{item_id} responses:Conversations.delete_item
-POST   /v1/files                                           files:Files.create
-GET    /v1/files                                           files:Files.list
-GET    /v1/files/{file_id}                                 files:Files.retrieve
-DELETE /v1/files/{file_id}                                 files:Files.delete
-GET    /v1/files/{file_id}/content                         files:Files.content
-POST   /v1/batches                                         batches:Batches.create
-GET    /v1/batches                                         batches:Batches.list
-GET    /v1/batches/{batch_id}                              batches:Batches.retrieve
-POST   /v1/batches/{batch_id}/cancel                       batches:Batches.cancel
-POST   /v1/audio/speech                                    absent:Absent.refuse
-POST   /v1/audio/transcriptions                            absent:Absent.refuse
-POST   /v1/audio/translations                              absent:Absent.refuse
-POST   /v1/images/generations                              absent:Absent.refuse
-POST   /v1/images/edits                                    absent:Absent.refuse
-POST   /v1/images/variations                               absent:Absent.refuse
-POST   /v1/models/{model:path}/load                        admin:ModelsApi.load
-POST   /v1/models/{model:path}/sleep                       admin:ModelsApi.sleep
-POST   /v1/models/{model:path}/unload                      admin:ModelsApi.unload
-POST   /v1/models/{model:path}/weights                     weights:WeightsApi.update
-POST   /v1/load_lora_adapter                               admin:AdaptersApi.load
-POST   /v1/unload_lora_adapter                             admin:AdaptersApi.unload
-POST   /v1/add_engine                                      admin:EnginesApi.add
-POST   /v1/remove_engine                                   admin:EnginesApi.remove
-POST   /v1/profile                                         profile:ProfileApi.take
-GET    /v1/requests/{request_id:path}/explain              explain:Requests.explain
-POST   /tokenize                                           tokens:Tokens.tokenize
-POST   /detokenize                                         tokens:Tokens.detokenize
-POST   /api/chat                                           ollama:OllamaApi.answer
-POST   /api/generate                                       ollama:OllamaApi.answer
-POST   /api/embed                                          ollama:OllamaApi.embed
-POST   /api/embeddings                                     ollama:OllamaApi.embed
-GET    /api/tags                                           ollama:OllamaApi.tags
-GET    /api/ps                                             ollama:OllamaApi.loaded
-POST   /api/show                                           ollama:OllamaApi.show
-GET    /api/version                                        ollama:OllamaApi.version
-POST   /api/pull                                           pulls:Pulls.pull
-POST   /api/push                                           ollama:OllamaApi.refuse
-POST   /api/create                                         ollama:OllamaApi.refuse
-POST   /api/copy                                           ollama:OllamaApi.refuse
-DELETE /api/delete                                         pulls:Pulls.delete
-"""
-"""Method, path and handler: a module of `kvern.server.handlers`, a class that is made with `Apis`, and a method."""
 HANDLERS = "kvern.server.handlers"
 T = TypeVar("T")
 
@@ -116,8 +48,12 @@ class Apis:
 
     def routes(self, without: Collection[str] = ()) -> list[Route]:
         """The routes of all APIs, except those of the handlers `without`, each a module and a class."""
-        rows = (line.split() for line in ROUTES.strip().splitlines())
-        return [self._route(*row) for row in rows if row[2].partition(".")[0] not in without]
+        handlers = ((route, operation.handler) for route, operation in read_operations().operations.items())
+        return [
+            self._route(*route.split(" "), handler)
+            for route, handler in handlers
+            if handler and handler.partition(".")[0] not in without
+        ]
 
     async def resume(self) -> None:
         """Continues the batches that an earlier server process left unfinished."""

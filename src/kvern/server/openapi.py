@@ -1,10 +1,8 @@
-"""The OpenAPI 3.1 document of the server, at /openapi.json; `openapi.toml` describes the operations."""
+"""The OpenAPI 3.1 document of the server, at /openapi.json, of the operations in `operations.toml`."""
 
 import functools
 import re
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,12 +17,12 @@ from kvern.documentation import field_documents
 from kvern.request.sampling_params import SamplingParams
 from kvern.server.handlers.batches import ENDPOINTS
 from kvern.server.handlers.files import MOST_ON_PAGE, OUTPUT, PURPOSES
+from kvern.server.operations import JSON, Operation, read_operations
 from kvern.serving.client_traces import MOST_SECONDS, MOST_STEPS
 from kvern.tools.tool_format import NAME
 from kvern.version import __version__
 
 Schema = dict[str, Any]
-JSON = "application/json"
 ABOUT = (
     "Beside the parameters of each API, bodies may hold kvern's own; fields that would change an answer and are "
     "not known are refused, others ignored and named in the header x-kvern-ignored-fields."
@@ -35,42 +33,6 @@ STORED = (404, 503, 507)
 """Statuses of errors when stored objects are read."""
 
 
-class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One operation: a line of help, and its fields as words.
-
-    `body` are the fields of the body, in several forms if it is a tuple; () is no body. `statuses` are errors beside
-    those that every operation has, and those of `stored` objects. `kind` is the content type of the answer, or of a
-    form's body; `stream` is that of a stream, which the answer may be as well. `is_open` operations need no API key.
-    """
-
-    summary: str
-    answer: str = ""
-    statuses: tuple[int, ...] = ()
-    stored: bool = False
-    body: str | tuple[str, ...] = ()
-    query: str = ""
-    kind: str = JSON
-    stream: str = ""
-    is_open: bool = False
-
-
-class Api(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of `openapi.toml`; `operations` are by method and path, `reasons` by status."""
-
-    types: dict[str, Schema]
-    records: dict[str, str]
-    fields: dict[str, str]
-    reasons: dict[int, str]
-    operations: dict[str, Operation]
-
-
-@functools.cache
-def read_api() -> Api:
-    """Reads `openapi.toml`."""
-    text = Path(__file__).with_name("openapi.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), Api, str_keys=True)
-
-
 def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     """Returns the OpenAPI document of a server with these models; `keys` says that it needs API keys."""
     words = Words(models, vocab_size)
@@ -78,8 +40,8 @@ def document(models: list[str], vocab_size: int, keys: bool) -> Schema:
     if keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths: dict[str, Schema] = {}
-    for route, operation in read_api().operations.items():
-        method, _, path = route.partition(" ")
+    for route, operation in read_operations().operations.items():
+        method, _, path = route.replace(":path}", "}").partition(" ")
         paths.setdefault(path, {})[method.lower()] = words.operation(operation, path)
     return {
         "openapi": "3.1.0",
@@ -94,7 +56,7 @@ class Words:
     """The schemas that words stand for on a server with these models."""
 
     def __init__(self, models: list[str], vocab_size: int) -> None:
-        self._api = read_api()
+        self._words = read_operations()
         sampling = self._sampling()
         for_ollama = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
         unlike = [name for name in sampling if name.startswith("prompt_logprobs") or name in ("n", "logprobs")]
@@ -104,7 +66,7 @@ class Words:
             "ollama_sampling": {name: sampling[name] for name in for_ollama},
         }
         self._types = {
-            **self._api.types,
+            **self._words.types,
             "user": {"type": "string", "maxLength": LONGEST_NAME},
             "tool_name": {"type": "string", "pattern": f"^{NAME.pattern}$"},
             "trace_steps": {"type": "integer", "minimum": 1, "maximum": MOST_STEPS},
@@ -116,7 +78,7 @@ class Words:
             "kept_purpose": one_of(*PURPOSES, OUTPUT),
             "endpoint": one_of(*ENDPOINTS),
             "token": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1},
-            "vector": listed(self._api.types["number"]),
+            "vector": listed(self._words.types["number"]),
         }
         some, compared = self.schema("text|[token]+"), self.schema("name|text_object")
         several = listed(some, minItems=1, maxItems=MOST_SEQUENCES)
@@ -150,7 +112,7 @@ class Words:
             return listed(self.schema(words.rstrip("+")[1:-1]), **({"minItems": 1} if words.endswith("+") else {}))
         if words.startswith("/"):
             return one_of(*words[1:].split("/"))
-        return self._types[words] if words in self._types else self.record(self._api.records[words])
+        return self._types[words] if words in self._types else self.record(self._words.records[words])
 
     def fields(self, words: str) -> dict[str, Schema]:
         """Returns the schema of each field, required or not."""
@@ -161,9 +123,9 @@ class Words:
         return found
 
     def _spelled(self, words: str) -> Iterator[str]:
-        """Yields the words, with those of `Api.fields` in place of the names of groups."""
+        """Yields the words, with those of `Operations.fields` in place of the names of groups."""
         for word in words.split():
-            group = self._api.fields.get(word[1:]) if word.startswith("*") else None
+            group = self._words.fields.get(word[1:]) if word.startswith("*") else None
             if group is None:
                 yield word
             else:
@@ -214,7 +176,7 @@ class Words:
             error = "error!=text"
         elif path.startswith(MESSAGES):
             error = "type!=/error error!=claude_error"
-        return {"description": self._api.reasons[status], "content": {JSON: {"schema": self.record(error)}}}
+        return {"description": self._words.reasons[status], "content": {JSON: {"schema": self.record(error)}}}
 
 
 def listed(items: Schema, **limits: int) -> Schema:
