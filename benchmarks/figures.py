@@ -103,20 +103,6 @@ def under_load(load: str, key: str) -> float:
 
 
 def over_http() -> Iterator[Passage]:
-    page, peers = "serving.md", read("h200/vllm-0.24.json")["http"]
-    burst = under_load("512 at once", "request_throughput")
-    yield Passage(
-        page,
-        "| 512 requests at once, requests/s | {} | {} |",
-        [number(burst), number(peers["512 at once, requests/s"])],
-    )
-    first = under_load("512 at once", "p50_ttft_ms") / 1000
-    yield Passage(page, "| the same, time to first token p50 | {} s |", [f"{first:.1f}"])
-    for what, key in (("time to first token", "ttft"), ("between tokens", "itl")):
-        theirs = peers[f"16 requests/s, {key.upper()} p50 / p99, ms"]
-        pair = [under_load("16 requests/s", f"{edge}_{key}_ms") for edge in ("p50", "p99")]
-        text = f"| 16 requests/s: {what} p50 / p99 | {{}} / {{}} ms | {{}} / {{}} ms |"
-        yield Passage(page, text, [number(value) for value in (*pair, *theirs)])
     later = [
         run["request_throughput"]
         for run in read("h200/everyday-use.json")["http"]["runs"]
@@ -182,38 +168,13 @@ def attacked() -> Iterator[Passage]:
 
 
 def divisions() -> Iterator[Passage]:
-    """The table of divided models: a step of one and of 32 requests, prompt tokens a second, seconds of mixed256."""
-    table = (
-        ("| Llama-3.1-8B | 1 GPU | {} | {} | {} | {} s |", "llama-8b", "decode1 decode32 prefill64x4096 mixed256"),
-        ("| | tensor 2 | {} (2.6) | 3.23 | | {} s |", "llama-8b-tp2", "decode1 mixed256"),
-        ("| | tensor 4 | {} (1.7) | {} | | {} s |", "llama-8b-tp4", "decode1 decode32 mixed256"),
-        ("| | tensor 8 | {} (1.3) | {} | | {} s |", "llama-8b-tp8", "decode1 decode32 mixed256"),
-        ("| Llama-3.1-70B | tensor 2 | {} (18.2) | {} | {} | |", "llama-70b-tp2", "decode1 decode32 prefill64x4096"),
-        ("| | tensor 4 | {} (10.1) | {} | {} | {} s |", "llama-70b-tp4", "decode1 decode32 prefill64x4096 mixed256"),
-        ("| | tensor 2, pipeline 2 | {} (18.2) | {} | | {} s |", "llama-70b-tp2-pp2", "decode1 decode32 mixed256"),
-        ("| Qwen3-30B-A3B | 1 GPU | | | | {} s |", "qwen3-30b-a3b-mixed256", "mixed256"),
-        ("| | tensor 2, DP attention, whole experts | | | | {} s |", "qwen3-30b-a3b-ep2", "mixed256"),
-        ("| | tensor 4, DP attention, whole experts | | | | {} s |", "qwen3-30b-a3b-ep4", "mixed256"),
-        (
-            "| DeepSeek-V3, 16 layers | tensor 4, DP attention, whole experts | {} | {} | | {} s |",
-            "deepseek-v3-16-layers-ep4",
-            "decode1 decode32 mixed256",
-        ),
-        (
-            "| | tensor 8, DP attention, whole experts | {} | {} | | {} s |",
-            "deepseek-v3-16-layers-ep8",
-            "decode1 decode32 mixed256",
-        ),
-        ("| Qwen3.6-35B-A3B | tensor 4 | {} | {} | | {} s |", "qwen3.6-35b-a3b-tp4", "decode1 decode32 mixed256"),
-    )
-    for text, name, workloads in table:
-        figures = []
-        for workload in workloads.split():
-            found = of(name, workload)
-            rate = found["prompt_tokens"] / found["seconds"]
-            value = {"d": found["step_milliseconds"], "p": rate, "m": found["seconds"]}[workload[0]]
-            figures.append(number(value))
-        yield Passage("parallel.md", text, figures)
+    """What divided models take for a step of one request, in ms, and for mixed256, in s."""
+    small, large = (step(name, 1)[0] for name in ("llama-70b-tp2", "llama-70b-tp4"))
+    yield Passage("parallel.md", "on 2 and 4 ({} and {})", [small, large])
+    steps = [step(f"llama-8b-tp{ranks}", 1)[0] for ranks in (2, 4, 8)]
+    yield Passage("parallel.md", "(measured {}, {} and {})", steps)
+    took = [number(of(name, "mixed256")["seconds"]) for name in ("llama-70b-tp4", "llama-70b-tp2-pp2")]
+    yield Passage("parallel.md", "one of `-tp 4` {} s, and `-tp 2 -pp 2` {} s", took)
     killed = read("h200/ranks.json")["a_rank_is_killed"]["seconds_until_streams_go_on"]
     yield Passage("parallel.md", "all streams went on after {} s", [f"{killed:.1f}"])
 
@@ -227,7 +188,7 @@ def sums() -> Iterator[Passage]:
             two["whole + norm"],
             *(four[f"{way} + norm"] for way in ("nccl", "whole", "parts")),
         ]
-        yield Passage("parallel.md", f"| {shape} |" + " {} |" * 5, [f"{value:.1f}" for value in values])
+        yield Passage("notes/gpu.md", f"| {shape} |" + " {} |" * 5, [f"{value:.1f}" for value in values])
 
 
 def engines() -> Iterator[Passage]:
@@ -282,20 +243,13 @@ def quantized() -> Iterator[Passage]:
     many = number(streamed(ahead, "decode32", of_step))
     rates = [streamed(name, "prefill", "prompt_tokens_per_second") for name in (plain, fp8_ahead)]
     whole, *wholes = (steady(name, "mixed256", "seconds") for name in (plain, fp8, both, f"{awq}, process 2"))
+    steps = [one, *(steady(name, "decode1", of_step) for name in (fp8, awq)), number(streamed(q4, "decode1", of_step))]
+    more = [many, number(streamed(fp8_ahead, "decode32", of_step)), steady(awq, "decode32", of_step)]
     rows = (
-        ("| decode 1, ms a step | {} * | {} * | <= 2.3 |", [one, steady(fp8, "decode1", of_step)]),
-        ("| decode 32 | {} | {} | <= 3.6 |", [many, number(streamed(fp8_ahead, "decode32", of_step))]),
-        ("| prefill 64 x 4096, tokens/s | {} | {} | >= 65 000 |", [number(rate) for rate in rates]),
-        ("| mixed256 | {} s * | {} s *; {} s * with", [whole, *wholes[:2]]),
-        (
-            "| decode 1, ms a step | {} * | {} * | <= 1.7 | {} |",
-            [one, steady(awq, "decode1", of_step), number(streamed(q4, "decode1", of_step))],
-        ),
-        (
-            "| decode 32 | {} | {} * | <= 3.4 | {} |",
-            [many, steady(awq, "decode32", of_step), number(streamed(q4, "decode32", of_step))],
-        ),
-        ("| mixed256 | {} s * | {} s * | | | |", [whole, wholes[2]]),
+        ("| decode 1, ms a step | {} * | {} * | {} * | {} |", steps),
+        ("| decode 32 | {} | {} | {} * | {} |", [*more, number(streamed(q4, "decode32", of_step))]),
+        ("| prefill 64 x 4096, tokens/s | {} | {} |", [number(rate) for rate in rates]),
+        ("| mixed256 | {} s * | {} s *; {} s * with the KV cache in FP8 | {} s * |", [whole, *wholes]),
     )
     for text, figures in rows:
         yield Passage(page, text, figures)
@@ -311,17 +265,8 @@ def quantized() -> Iterator[Passage]:
 
 def accuracy() -> Iterator[Passage]:
     """The exam of the embedded model."""
-    for text, name in (
-        ("bfloat16", "quantization=none"),
-        ("INT8", "quantization=int8"),
-        ("INT4", "quantization=int4"),
-        ("FP8", "quantization=fp8"),
-        ("bfloat16, KV cache in INT8", "kv_cache_dtype=int8"),
-        ("bfloat16, KV cache in FP8", "kv_cache_dtype=fp8"),
-    ):
-        score = cases("accuracy-cpu.json")[name].details["scores"][0]
-        values = [f"{100 * value:.1f}" for value in (score["value"], *score["interval"])]
-        yield Passage("benchmarking.md", f"| {text} | {{}} % | {{}} to {{}} % |", values)
+    rights = [100 * case.details["scores"][0]["value"] for case in cases("accuracy-cpu.json").values()]
+    yield Passage("benchmarking.md", "{} to {} % right", [f"{min(rights):.1f}", f"{max(rights):.1f}"])
 
 
 def quantized_experts() -> Iterator[Passage]:
@@ -339,11 +284,15 @@ def quantized_experts() -> Iterator[Passage]:
 
 
 def heads() -> Iterator[Passage]:
-    for run in read("h200/draft-heads.json")["runs"]:
+    runs = read("h200/draft-heads.json")["runs"]
+    one, many = (next(run for run in runs if run["requests"] == count and run["drafts"] == 3) for count in (1, 32))
+    text = "{} times the tokens a second\nfor one request, {} times for 32"
+    yield Passage("speculation.md", text, [f"{run['ratio']:.2f}" for run in (one, many)])
+    for run in runs:
         times = (run["plain_ms"], run["verify_ms"], run["drafts_ms"])
         rates = [str(run[f"{kind}_tokens_per_second"]) for kind in ("plain", "drafting")]
         yield Passage(
-            "speculation.md",
+            "notes/speculation.md",
             f"| {run['requests']} | {run['drafts']} |" + " {} |" * 7,
             [f"{run['tokens_a_step']:.2f}", *rates, f"{run['ratio']:.2f}", *(f"{time:.2f}" for time in times)],
         )

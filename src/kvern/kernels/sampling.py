@@ -37,6 +37,7 @@ class Gathering(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x [N, width]` of all ranks, one behind the other, on each of them: `[size * N, width]`."""
+        ...
 
 
 class VocabularyPart(NamedTuple):

@@ -89,12 +89,14 @@ class LogitsProcessor(Protocol):
 
     def join(self, slot: int, request: ProcessedRequest) -> None:
         """A request enters a slot; any earlier request of this slot has ended."""
+        ...
 
     def apply(self, logits: torch.Tensor, rows: ProcessedRows) -> None:
         """Changes `logits` [N, vocabulary] float32 in place.
 
         It may be called again for the same tokens, so any state must be derived from them.
         """
+        ...
 
 
 Processors = Mapping[str, type[LogitsProcessor]]

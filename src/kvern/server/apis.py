@@ -50,7 +50,7 @@ class Apis:
         """The routes of all APIs, except those of the handlers `without`, each a module and a class."""
         handlers = ((route, operation.handler) for route, operation in read_operations().operations.items())
         return [
-            self._route(*route.split(" "), handler)
+            self._route(route, handler)
             for route, handler in handlers
             if handler and handler.partition(".")[0] not in without
         ]
@@ -112,7 +112,8 @@ class Apis:
         """The handler of a class in a module of `kvern.server.handlers`."""
         return self.get(getattr(import_module(f"{HANDLERS}.{module}"), kind))
 
-    def _route(self, method: str, path: str, handler: str) -> Route:
+    def _route(self, route: str, handler: str) -> Route:
+        method, path = route.split(" ")
         module, kind, verb = re.split("[:.]", handler)
 
         async def answer(request: Request) -> Response:

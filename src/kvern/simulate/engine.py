@@ -152,12 +152,15 @@ class Clock(Protocol):
 
     def __call__(self) -> float:
         """Returns `now`."""
+        ...
 
     def sleep(self, seconds: float) -> None:
         """Lets time pass."""
+        ...
 
     def reach(self, moment: float) -> None:
         """Lets time pass until a moment, unless that is over."""
+        ...
 
 
 class StepExecutor(Protocol):

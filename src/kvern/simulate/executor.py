@@ -34,6 +34,7 @@ class Price(Protocol):
 
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
         """Returns the time from the end of the step before to the end of a step, of which so many requests are new."""
+        ...
 
 
 class MeanPrice:
