@@ -16,6 +16,8 @@ from kvern.errors import ConfigError
 from kvern.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvern.config import EngineConfig
     from kvern.loads.request import LoadRequest
     from kvern.planning.estimate import Model
@@ -59,6 +61,8 @@ class SimulateCommand:
     """Number of engines, among which requests are divided as a server divides them."""
     router: str = "server"
     """Choice of an engine: server, or for comparison least, random or round-robin."""
+    shards: int = 1
+    """Groups of engines that are simulated apart, in a process for each core; what that changes is told."""
     kv_cache_tokens: int | None = None
     """Tokens that fit the KV cache of an engine. None: the record's, or an estimate."""
     kv_tier: tuple[str, ...] = ()
@@ -87,7 +91,7 @@ class SimulateCommand:
                 "there is nothing to simulate: give --load, a file or what to draw, like rate=2,requests=1000"
             )
         condition, basis = self._condition()
-        for name in ("policy", "replicas", "router", "kv_cache_tokens"):
+        for name in ("policy", "replicas", "router", "shards", "kv_cache_tokens"):
             value = getattr(self, name)
             if value is not None:
                 condition = changed(condition, name, str(value))
@@ -179,9 +183,22 @@ def _print(found: dict[str, list[dict[str, Any]]], basis: str) -> None:
             cells = (_cell([run[row] for run in runs], form) if row in runs[0] else "" for runs in found.values())
             table.add_row(row.replace("_", " "), *cells)
     print_tables(table)
-    print_lines(f"Based on {basis}.")
+    print_lines(f"Based on {basis}.", *(line for name, runs in found.items() for line in _grouped(name, runs)))
     if any(run["use"] > SATURATED for runs in found.values() for run in runs):
         say("engines are nearly saturated: there high percentiles are chance, and only their intervals say something")
+
+
+def _grouped(name: str, runs: list[dict[str, Any]]) -> Iterator[str]:
+    """Yields what a simulation in groups changes: the greatest differences of all runs."""
+    shards = [run["shards"] for run in runs if "shards" in run]
+    if shards:
+        told = []
+        for key in shards[0]["differences"]:
+            worst = max((each["differences"].get(key, 0.0) for each in shards), key=abs)
+            told.append(f"{key.replace('_', ' ').removesuffix(' ms')} {worst:+.1%}")
+        where = f"{name}: " if name else ""
+        groups = shards[0]["groups"]
+        yield f"{where}{groups} groups apart; two of them differ from the two together by: {', '.join(told)}."
 
 
 def _cell(values: list[float], form: str) -> str:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +15,11 @@ from kvern.simulate.executor import MeanPrice, Price
 from kvern.simulate.fleet import ROUTERS, Fleet
 from kvern.simulate.prediction import predicted
 from kvern.simulate.report import Slo, by_tenant, figures
+from kvern.simulate.shards import Outcome, Part, differences, divided, merged, run_parts, together
 from kvern.simulate.tier_options import with_tier
 
 SIZED = "policy", "block_size", "max_batch_requests", "max_batch_tokens", "prefix_cache", "kv_cache_tokens"
-COMPARED = *SIZED, "replicas", "router", "tier"
+COMPARED = *SIZED, "replicas", "router", "tier", "shards"
 """Conditions that `read_compared` knows: fields of `EngineSizes` and of `Condition`."""
 
 
@@ -28,7 +30,7 @@ PRICES = 20
 class Condition(msgspec.Struct, frozen=True):
     """Engines that are simulated: their sizes and pace, and what makes the price of their steps from a seed.
 
-    `router`: how a request's engine is chosen; see `ROUTERS`.
+    `router`: how a request's engine is chosen; see `ROUTERS`. `shards`: groups of engines that are simulated apart.
     """
 
     sizes: EngineSizes
@@ -36,6 +38,7 @@ class Condition(msgspec.Struct, frozen=True):
     pace: PaceSizes | None = None
     replicas: int = 1
     router: str = "server"
+    shards: int = 1
 
 
 def read_compared(text: str, base: Condition) -> dict[str, Condition]:
@@ -91,15 +94,36 @@ def tiered(base: Condition, options: Sequence[str]) -> Condition:
 def run_once(condition: Condition, load: Sequence[LoadRequest], seed: int, slo: Slo) -> dict[str, Any]:
     """Returns the figures of one run. Raises ConfigError if the load does not fit."""
     check_load(load, condition.sizes)
-    seeds = random.Random(f"engines {seed}")
-    prices = [condition.price(seeds.getrandbits(32)) for _ in range(condition.replicas)]
-    engines = [simulated_engine(condition.sizes, price, condition.pace) for price in prices]
-    Fleet(engines, condition.router, seed).run(load, Prompts())
-    timelines = [engine.timeline for engine in engines]
-    hits = sum(engine.hit_tokens for engine in engines)
-    found = figures(timelines, slo, hits, [engine.executor.busy for engine in engines])
-    found["preemptions"] = sum(engine.scheduler.preemption_count for engine in engines)
-    if condition.sizes.tier is not None:
-        found["tier_hit_share"] = sum(engine.loaded_tokens for engine in engines) / found["prompt_tokens"]
+    dice = random.Random(f"engines {seed}")
+    whole = Part([dice.getrandbits(32) for _ in range(condition.replicas)], [*load])
+    simulate = partial(_simulated, condition, seed)
+    if condition.shards == 1:
+        return _figures(simulate(whole), slo)
+    parts = divided(whole.seeds, load, condition.shards, seed)
+    *outcomes, joint = run_parts([*parts, together(parts[:2])], simulate)
+    found = _figures(merged(outcomes), slo)
+    apart = _figures(merged(outcomes[:2]), {})
+    return found | {"shards": {"groups": len(parts), "differences": differences(apart, _figures(joint, {}))}}
+
+
+def _simulated(condition: Condition, seed: int, part: Part) -> Outcome:
+    """Returns the outcome of engines that share requests."""
+    engines = [simulated_engine(condition.sizes, condition.price(each), condition.pace) for each in part.seeds]
+    Fleet(engines, condition.router, seed).run(part.load, Prompts())
+    return Outcome(
+        [engine.timeline for engine in engines],
+        [engine.executor.busy for engine in engines],
+        sum(engine.hit_tokens for engine in engines),
+        None if condition.sizes.tier is None else sum(engine.loaded_tokens for engine in engines),
+        sum(engine.scheduler.preemption_count for engine in engines),
+    )
+
+
+def _figures(outcome: Outcome, slo: Slo) -> dict[str, Any]:
+    timelines = outcome.timelines
+    found = figures(timelines, slo, outcome.hits, outcome.used)
+    found["preemptions"] = outcome.preemptions
+    if outcome.loaded is not None:
+        found["tier_hit_share"] = outcome.loaded / found["prompt_tokens"]
     tenants = by_tenant(timelines, slo)
     return found | ({"tenants": tenants} if tenants else {})

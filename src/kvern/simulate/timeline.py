@@ -9,6 +9,9 @@ import numpy as np
 from kvern.request.request import RequestSpec
 from kvern.request.step import ScheduledTokens
 
+DIGITS = 6
+"""Times between tokens are counted to a microsecond, so that those of millions of requests take little memory."""
+
 
 class Answer:
     """The times of a request's answer, in seconds."""
@@ -89,7 +92,7 @@ class Timeline:
             if answer.tokens == answer.wanted:
                 self._finished.append(name)
         for last, count in before.items():
-            self.gaps[moment - last] += count
+            self.gaps[round(moment - last, DIGITS)] += count
         self.steps += 1
         self.rows += rows
 
@@ -100,11 +103,11 @@ class Timeline:
         count = len(moments)
         for name in request_ids:
             answer = answers[name]
-            self.gaps[first - answer.last] += 1
+            self.gaps[round(first - answer.last, DIGITS)] += 1
             answer.last = last
             answer.tokens += count
         for before, after in itertools.pairwise(moments):
-            self.gaps[after - before] += len(request_ids)
+            self.gaps[round(after - before, DIGITS)] += len(request_ids)
         self.steps += count
         self.rows += count * len(request_ids)
 
