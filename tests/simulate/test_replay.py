@@ -1,6 +1,7 @@
 """Recorded runs of a model: given the times of the steps, a simulation decides each of them as the engine did."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,8 +10,11 @@ from kvern.bench.steps import MeasuredEngine
 from kvern.config import EngineConfig
 from kvern.engine.queues import POLICIES
 from kvern.loads.request import LoadRequest
-from kvern.simulate.engine import EngineSizes
+from kvern.runner.tier import Tier
+from kvern.simulate.engine import EngineSizes, Prompts, simulated_engine
 from kvern.simulate.records import StepRecord, replay
+from tests.support.served import eventually
+from tests.support.simulation import EvenPrice
 
 
 def load() -> list[LoadRequest]:
@@ -58,3 +62,64 @@ def test_a_replay_notices_other_decisions(engine: MeasuredEngine) -> None:
         for change in ({"max_batch_tokens": 120}, {"prefix_cache": False}, {"max_batch_requests": 5})
     ]
     assert all(replay(record, sizes).differs is not None for sizes in others)
+
+
+@pytest.fixture(scope="module")
+def tiered_engine() -> MeasuredEngine:
+    """A cache for two prompts, over host memory for a few more."""
+    config = EngineConfig(
+        "kvern-1m",
+        max_model_len=704,
+        max_batch_requests=6,
+        max_batch_tokens=128,
+        kv_cache_tokens=1408,
+        block_size=8,
+        kv_tier=("host:2MB",),
+    )
+    return MeasuredEngine(config)
+
+
+def trust(engine: MeasuredEngine) -> Tier:
+    """Has an engine load whatever its tier has, once all is saved."""
+    tier: Any = engine.tier
+    eventually(lambda: tier.shelf.is_quiet)
+    engine.pace = tier.computing = None
+    tier.shelf._clock = lambda: 0.0
+    found: Tier = tier
+    return found
+
+
+def test_a_replay_decides_alike_what_a_tier_brings(tiered_engine: MeasuredEngine) -> None:
+    """Its threads bring pages when they do, and what they have answered is in the record."""
+    tiered_engine.warm()
+    recorded(tiered_engine)  # the cache is another for each run, and the tier is not
+    trust(tiered_engine)
+    for policy in ("fcfs", "sjf"):
+        record = recorded(tiered_engine, policy=policy)
+        assert any(step.report for step in record.steps)
+        found = replay(record)
+        assert found.differs is None and found.steps == len(record.steps) > 50
+    others = [step if not step.report else msgspec.structs.replace(step, report=None) for step in record.steps]
+    assert replay(msgspec.structs.replace(record, steps=others)).differs is not None
+
+
+def test_a_simulated_tier_brings_what_that_of_an_engine_brings() -> None:
+    """Requests come one after the other, when all is saved: what is evicted and found is then the same."""
+    config = EngineConfig("kvern-1m", max_model_len=704, kv_cache_tokens=1408, block_size=8, kv_tier=("host:2MB",))
+    measured = MeasuredEngine(config)
+    tier = trust(measured)
+    real, _ = measured.driven()
+    dice = random.Random(5)
+    load = [LoadRequest(0.0, 600, 9, (dice.randrange(6), 100 + place)) for place in range(40)]
+    prompts = Prompts(measured.vocabulary)
+    for number, request in enumerate(load):
+        real.add(prompts.spec(number, request), 0.0)
+        while real.has_work:
+            real.step()
+        eventually(lambda: tier.shelf.is_quiet)
+    simulated = simulated_engine(measured.sizes, EvenPrice())
+    simulated.run([msgspec.structs.replace(one, arrival=1e4 * place) for place, one in enumerate(load)], Prompts())
+    assert simulated.hit_tokens == real.hit_tokens > simulated.loaded_tokens == real.loaded_tokens > 1000
+    assert simulated.executor.tier is not None
+    evicted = [each.executor.tier.figures()["host"].evicted_pages for each in (simulated, real)]  # type: ignore[union-attr]
+    assert evicted[0] == evicted[1] > 0

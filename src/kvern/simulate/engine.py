@@ -26,12 +26,12 @@ from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.simulate.executor import Price, SimulatedExecutor, VirtualClock
 from kvern.simulate.leap import Leaps
+from kvern.simulate.tier_answers import PricedTier
 from kvern.simulate.tiers import ThreadedClock, TieredExecutor, TierSizes, make_tier, page_sizes
 from kvern.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from kvern.runner.executor import Executor
-    from kvern.runner.tier import Tier
 
 OWN = 1 << 30
 """Tokens from here on are of one request alone; those below stand for the blocks of prompts."""
@@ -84,8 +84,9 @@ class Prompts:
     model's answers are not known.
     """
 
-    def __init__(self, vocabulary: int | None = None) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: int | None = None, name: str = "own") -> None:
+        """`name`: other names are other tokens of the requests' own."""
+        self._vocabulary, self._name = vocabulary, name
         self._names: dict[int, int] = {}
         self._turns: dict[str, tuple[int, LoadRequest]] = {}
         """The last request of each conversation, with its number."""
@@ -104,7 +105,7 @@ class Prompts:
             else:
                 tokens += self._drawn(f"block {block}", count)
         rest = request.prompt_tokens - len(tokens)
-        tokens += [OWN + number] * rest if self._vocabulary is None else self._drawn(f"own {number}", rest)
+        tokens += [OWN + number] * rest if self._vocabulary is None else self._drawn(f"{self._name} {number}", rest)
         return RequestSpec(
             request_id=str(number),
             prompt=PromptInput(tokens),
@@ -166,8 +167,12 @@ class Clock(Protocol):
 class StepExecutor(Protocol):
     """The part of an executor that is not for the core."""
 
-    tier: "Tier | None"
     busy: float
+
+    @property
+    def tier(self) -> PricedTier | None:
+        """The stores of the KV cache."""
+        ...
 
 
 def make_scheduler(sizes: EngineSizes, tier: TierIndex | None = None) -> Scheduler:

@@ -1,14 +1,12 @@
 """An executor whose steps compute nothing and take the seconds that a price says."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from kvern.engine.step_load import StepLoad, load_of
 from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepResult
-
-if TYPE_CHECKING:
-    from kvern.runner.tier import Tier
+from kvern.simulate.tier_answers import PricedTier
 
 
 class VirtualClock:
@@ -70,7 +68,7 @@ class SimulatedExecutor:
     `observe` is told of each step that ends.
     """
 
-    tier: "Tier | None" = None
+    tier: PricedTier | None = None
 
     def __init__(self, clock: VirtualClock, price: Price, observe: Observe) -> None:
         self.price = price

@@ -7,19 +7,25 @@
 With them a simulation is fitted, or replayed: the same scheduler, given the same times, decides the same.
 """
 
+import contextlib
 import zlib
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from kvern.cache.messages import TierMessage
 from kvern.engine.step_load import StepLoad, load_of
 from kvern.errors import ConfigError
 from kvern.io.files import reason
 from kvern.loads.request import LoadRequest
-from kvern.request.step import SchedulerOutput
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.simulate.costs import StepSample, StepWork
 from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts
 from kvern.simulate.executor import Observe, SimulatedExecutor, VirtualClock
+from kvern.simulate.tier_answers import RepeatedTier
 from kvern.simulate.timeline import Timeline
 
 FORMAT = 1
@@ -46,6 +52,11 @@ class RecordedStep(msgspec.Struct, frozen=True, array_like=True):
     requests: int
     joined: int
     decisions: int
+    answers: list[Any] = []
+    """What a tier has answered since the step before ended, and where waits for it ended."""
+    rests: list[float] = []
+    report: list[tuple[int, int]] | None = None
+    """The loads that had ended: (number, leading pages that came)."""
 
 
 class RecordedRequest(msgspec.Struct, frozen=True):
@@ -70,15 +81,21 @@ class StepRecord(msgspec.Struct, frozen=True):
     @property
     def samples(self) -> list[StepSample]:
         """The work and time of each step."""
-        return [StepSample(StepWork(step.load, step.requests, step.joined), step.seconds) for step in self.steps]
+        return [
+            StepSample(StepWork(step.load, step.requests, step.joined), step.seconds)
+            for step in self.steps
+            if step.requests
+        ]
 
 
 def decisions_of(output: SchedulerOutput) -> int:
-    """Returns a checksum of all that was decided for a step: rows, tokens and blocks."""
+    """Returns a checksum of all that was decided for a step: rows, tokens, blocks and pages."""
     joined = [(new.slot, new.block_ids, new.num_computed_tokens) for new in output.joined]
-    return zlib.crc32(
-        msgspec.msgpack.encode((output.request_ids, output.scheduled, joined, output.grown, output.copies))
-    )
+    decided: tuple[Any, ...] = output.request_ids, output.scheduled, joined, output.grown, output.copies
+    if (pages := output.message(TierMessage)) is not None:
+        loads = [(each.load, each.key, each.tables) for each in pages.loads]  # their patience is a prediction
+        decided = *decided, pages.saves, loads, pages.ended
+    return zlib.crc32(msgspec.msgpack.encode(decided))
 
 
 def recorded_step(output: SchedulerOutput, begun: float, ended: float) -> RecordedStep:
@@ -139,10 +156,20 @@ class _ReplayedExecutor(SimulatedExecutor):
 
     def __init__(self, clock: VirtualClock, record: StepRecord, observe: Observe) -> None:
         super().__init__(clock, _NoPrice(), observe)
+        if (tier := record.header.sizes.tier) is not None:
+            answers = chain.from_iterable(step.answers for step in record.steps)
+            stores = [store.name for store in tier.stores]
+            self.tier = RepeatedTier(bytes.fromhex(tier.identity), stores, answers)
         self.other: int | None = None
         """The number of the first step that was decided otherwise."""
         self.count = 0
         self._record = record
+
+    def submit(self, output: SchedulerOutput) -> StepResult:
+        """See `SimulatedExecutor`. Raises _NoMore for steps that the record does not have."""
+        if self.count > len(self._record.steps):
+            raise _NoMore
+        return super().submit(output)
 
     def end_of(self, output: SchedulerOutput, begun: float) -> float:
         """Returns the recorded end."""
@@ -153,6 +180,14 @@ class _ReplayedExecutor(SimulatedExecutor):
         self.count += 1
         return step.ended
 
+    def end(self, output: SchedulerOutput, submitted: float) -> ModelRunnerOutput:
+        """See `SimulatedExecutor`; the tier reports what it did then."""
+        found = super().end(output, submitted)
+        report = self._record.steps[min(self.count, len(self._record.steps)) - 1].report
+        if report is not None:
+            found.reports[TierMessage.extension] = report
+        return found
+
     def sampled(self, output: SchedulerOutput) -> list[list[int]]:
         """Returns the tokens that the model sampled."""
         found = []
@@ -161,6 +196,22 @@ class _ReplayedExecutor(SimulatedExecutor):
             place = item.start + item.count - asked.request.prompt_tokens
             found.append([asked.answer[min(place, len(asked.answer) - 1)]] if item.sampled else [])
         return found
+
+
+class _NoMore(Exception):
+    """More steps are decided than there were."""
+
+
+class _RecordedClock(VirtualClock):
+    """Waits for a tier end when they did."""
+
+    def __init__(self, rests: Iterator[float]) -> None:
+        super().__init__()
+        self._rests = rests
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.reach(next(self._rests, self.now + seconds))
 
 
 class _NoPrice:
@@ -178,10 +229,11 @@ class Replay(msgspec.Struct, frozen=True):
 
 def replay(record: StepRecord, sizes: EngineSizes | None = None) -> Replay:
     """Runs the requests of a record with the times of its steps; `sizes`: other than those of its engine."""
-    clock, timeline = VirtualClock(), Timeline()
+    clock, timeline = _RecordedClock(chain.from_iterable(step.rests for step in record.steps)), Timeline()
     executor = _ReplayedExecutor(clock, record, timeline.ended)
     engine = DrivenEngine(sizes or record.header.sizes, clock, executor, timeline, record.header.pace)
-    engine.run(record.load, Prompts(record.header.vocabulary))
+    with contextlib.suppress(_NoMore):
+        engine.run(record.load, Prompts(record.header.vocabulary))
     steps = len(record.steps)
     other = executor.other
     if other is None and executor.count != steps:

@@ -41,6 +41,9 @@ def _store(option: str, sizes: EngineSizes) -> StoreSizes:
     if (kind, sizes.on_device) not in ASSUMED:
         raise ConfigError(f"kv_tier is {option!r:.60}: simulated are {HOST}:SIZE and disk:SIZE")
     latency, bandwidth, basis = ASSUMED[kind, sizes.on_device]
+    for store in () if sizes.tier is None else sizes.tier.stores:
+        if store.name == kind:  # a record of an engine with a tier has measured it
+            latency, bandwidth, basis = msgspec.structs.astuple(store)[2:]
     try:
         size = read_bytes(rest.rpartition(":")[2])
         for part in filter(None, query.split("&")):

@@ -33,6 +33,8 @@ from kvern.tiers.shelved import Lane
 from kvern.tiers.store import Store
 
 HOST = "host"
+SIMULATED = HOST, "disk"
+"""Kinds of stores."""
 BATCH_BYTES = 8 << 20
 RING_BYTES = 2 << 30
 """The most bytes of pages that a GPU packs at once."""
