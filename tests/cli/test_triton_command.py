@@ -34,7 +34,8 @@ def test_a_model_that_asks_a_server_that_runs(tmp_path: Path) -> None:
         (["--out", "here", "--options=--thread 1"], "there is no option --thread: did you mean --threads?"),
         (["--out", "here", "--options=--threads '1"], "No closing quotation"),
         (["--out", "here", "--options=--port 80"], "the model itself gives --uds; leave the address out"),
-        (["--out", "file"], "file/kvern-1m cannot be written: Not a directory"),
+        (["--out", "file"], "file/kvern-1m/config.pbtxt cannot be written: Not a directory"),
+        (["--out", "here", "--like", "tensorrtllm"], "like is tensorrtllm and socket is missing"),
         (["--out", "taken"], "taken/kvern-1m exists: choose another --name"),
     ],
 )

@@ -213,6 +213,58 @@ def test_a_configuration_is_short_and_completed(server: TritonServer, folder: Pa
     assert {item["name"]: item["data_type"] for item in config["output"]}["text_output"] == "TYPE_STRING"
 
 
+@pytest.fixture(scope="module")
+def tokens(server: TritonServer, folder: Path) -> TritonServer:
+    """The models of the TensorRT-LLM backend."""
+    arguments = ["--like", "tensorrtllm", "--socket", str(folder / "socket")]
+    assert main(["triton", MODEL, "--out", str(folder / "models"), *arguments]) == 0
+    server.load("ensemble")
+    return server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_ensemble_answers_as_completions_do(tokens: TritonServer, http: httpx.Client, stream: bool) -> None:
+    for prompt in PROMPTS:
+        expected = asked(http, prompt=prompt, **GREEDY)["choices"][0]["text"]
+        inputs = {"text_input": [[prompt]], "max_tokens": [[24]], "temperature": [[0.0]], "stream": [[stream]]}
+        outputs = list(tokens.ask("ensemble", **inputs))
+        assert "".join(item["text_output"][0][0] for item in outputs) == expected
+        assert len(outputs) == 1 or stream
+    body = {"text_input": PROMPTS[0], "max_tokens": 5, "temperature": 0.0, "stop_words": [" can"]}
+    status, content = tokens.call("/v2/models/ensemble/generate", body)
+    assert (status, json.loads(content)["text_output"]) == (200, "! How")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_and_out(tokens: TritonServer, http: httpx.Client, stream: bool) -> None:
+    choice = asked(http, prompt="Hello", return_token_ids=True, logprobs=0, **GREEDY)["choices"][0]
+    inputs = {"input_ids": [[*choice["prompt_token_ids"], 7]], "input_lengths": [[len(choice["prompt_token_ids"])]]}
+    inputs |= {"request_output_len": [[24]], "temperature": [[0.0]], "streaming": [[stream]]}
+    outputs = list(tokens.ask("tensorrt_llm", **inputs, return_log_probs=[[True]]))
+    ids = [token for item in outputs for token in item["output_ids"][0][0]]
+    assert ids == choice["token_ids"] and sum(item["sequence_length"][0][0] for item in outputs) == len(ids)
+    sums = sum(choice["logprobs"]["token_logprobs"])
+    assert outputs[-1]["cum_log_probs"][0][0] == pytest.approx(sums, abs=1e-5)
+    assert sum(value for item in outputs for value in item["output_log_probs"][0][0]) == pytest.approx(sums, abs=1e-5)
+    words = tokens.ask("postprocessing", TOKENS_BATCH=[[ids]], SEQUENCE_LENGTH=[[len(ids) - 1]])
+    assert [item["OUTPUT"] for item in words] == [[[choice["text"]]]]
+
+
+def test_beams_have_rows_of_their_own(tokens: TritonServer, http: httpx.Client) -> None:
+    expected = asked(http, prompt="Once", use_beam_search=True, n=2, max_tokens=4)["choices"]
+    inputs = {"text_input": [["Once"]], "max_tokens": [[4]], "beam_width": [[2]]}
+    (output,) = tokens.ask("ensemble", **inputs)
+    assert output["text_output"] == [[choice["text"] for choice in expected]]
+
+
+def test_tokens_that_are_wrong_are_refused(tokens: TritonServer) -> None:
+    inputs = {"input_ids": [[1, 2]], "request_output_len": [[4]]}
+    with pytest.raises(RuntimeError, match="input_lengths is 3: it must be 1 to the 2 of input_ids"):
+        list(tokens.ask("tensorrt_llm", **inputs, input_lengths=[[3]]))
+    with pytest.raises(RuntimeError, match="temperature is -1"):
+        list(tokens.ask("ensemble", text_input=[["a"]], max_tokens=[[4]], temperature=[[-1.0]]))
+
+
 def test_a_server_that_is_gone_is_unavailable(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
     """It is the last test: the server of all others ends."""
     with kvern.held():

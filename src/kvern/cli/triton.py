@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -29,7 +29,10 @@ class TritonCommand:
     out: Path | None = None
     """Folder of the repository; it is made if there is none."""
     name: str | None = None
-    """Name of the model in Triton. None: the last part of MODEL."""
+    """Name of the model in Triton. None: the last part of MODEL, with --like tensorrtllm `ensemble`."""
+    like: Literal["vllm", "tensorrtllm"] = "vllm"
+    """Backend of Triton whose inputs and outputs are taken. tensorrtllm: token ids in and out (`tensorrt_llm`), and an
+    ensemble with preprocessing and postprocessing around it; it needs --socket."""
     socket: Path | None = None
     """Unix socket of a server that runs: kvern serve MODEL --uds PATH. None: Triton starts one with the model, and ends
     it when the model is unloaded."""
@@ -42,19 +45,26 @@ class TritonCommand:
 
     def execute(self) -> int:
         """Writes the model and returns the exit code. Raises ConfigError."""
-        from kvern.triton_repository.writer import write_model
+        from kvern.triton_repository.writer import like_tensorrtllm, like_vllm, write
 
         if self.out is None:
             raise ConfigError("out is missing: give the repository's folder, as --out REPOSITORY")
-        name = self.name if self.name is not None else Path(self.model.rstrip("/")).name
+        usual = "ensemble" if self.like == "tensorrtllm" else Path(self.model.rstrip("/")).name
+        name = self.name if self.name is not None else usual
         if not NAME.fullmatch(name):
             raise ConfigError(f"name is {name!r}: it must be of letters, digits, '_', '-' and '.'; give another --name")
-        folder = write_model(self.out, name, self._parameters(), self.overwrite)
-        print_lines(f"{folder} is written: tritonserver --model-repository {self.out}")
+        make = like_tensorrtllm if self.like == "tensorrtllm" else like_vllm
+        folders = write(self.out, make(name, self._parameters()), self.overwrite)
+        print_lines(*(f"{folder} is written" for folder in folders), f"tritonserver --model-repository {self.out}")
         return 0
 
     def _parameters(self) -> dict[str, str]:
         """The parameters of the model. Raises ConfigError."""
+        if self.socket is None and self.like == "tensorrtllm":
+            raise ConfigError(
+                "like is tensorrtllm and socket is missing: several models ask one server; start kvern serve MODEL "
+                "--uds PATH, and give --socket PATH"
+            )
         if self.socket is None:
             return {"serve": f"{self.kvern} serve {shlex.quote(self.model)} {self._checked()}".rstrip()}
         if self.options:

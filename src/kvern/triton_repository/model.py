@@ -47,7 +47,7 @@ OUTPUTS = {
     "num_output_tokens": ("UINT32", [-1]),
     "message": ("STRING", [-1]),
 }
-TYPES = {"STRING": np.object_, "FP32": np.float32, "UINT32": np.uint32, "INT32": np.int32}
+TYPES: dict[str, Any] = {"STRING": np.object_, "FP32": np.float32, "UINT32": np.uint32, "INT32": np.int32}
 OF_TRITON = re.compile(r"triton_|sequence_|binary_data|priority$|timeout$|headers$")
 """Beginnings of a request's parameters that speak to Triton."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -92,25 +92,32 @@ class Request(asyncio.Protocol):
         self._wanted: set[str] = set()
         self._news: collections.deque[dict[str, Any]] = collections.deque()
         self._error: tuple[str, str] | None = None
-        self._logprobs: collections.defaultdict[int, float] = collections.defaultdict(float)
+        self.logprobs: collections.defaultdict[int, float] = collections.defaultdict(float)
         self._prompt_tokens = 0
         self.task: Any = None
         self._transport: asyncio.Transport | None = None
         self._data = b""
         self._status = 0
         self._is_stream = False
+
+    def read(self) -> None:
+        """Reads the inputs; wrong ones end the request."""
         try:
             self.path, self.body = self.question()
-        except (Refused, ValueError) as error:
-            self.fail(INVALID_ARG, str(error))
+        except Exception as error:  # what one client sends must not end others
+            self.fail(INVALID_ARG, str(error) if isinstance(error, Refused) else repr(error))
+        self._asked = None  # it holds the inputs in memory that Triton shares
+
+    def values(self, name: str) -> list[Any]:
+        """The elements of an input, empty without it."""
+        tensor = pb_utils.get_input_tensor_by_name(self._asked, name)
+        return [] if tensor is None else list(tensor.as_numpy().reshape(-1).tolist())
 
     def value(self, name: str, default: Any = None) -> Any:
         """The first element of an input, texts as str; `default` without the input."""
-        tensor = pb_utils.get_input_tensor_by_name(self._asked, name)
-        if tensor is None or not tensor.as_numpy().size:
-            return default
-        found = tensor.as_numpy().reshape(-1)[0]
-        return found.decode() if isinstance(found, bytes) else found.item() if hasattr(found, "item") else found
+        for found in self.values(name):
+            return found.decode() if isinstance(found, bytes) else found
+        return default
 
     def json(self, name: str, text: str, kind: type) -> Any:
         """The value of a text in JSON. Raises Refused if it is not of that kind."""
@@ -141,9 +148,8 @@ class Request(asyncio.Protocol):
         self._wanted = {name for name in RETURNS if self.value(f"return_{name}", False)}
         self.count = body.get("n") or 1
         talk = None if messages is None else self.json("messages", messages, list)
-        images = pb_utils.get_input_tensor_by_name(self._asked, "image")
-        if images is not None and images.as_numpy().size:
-            talk = with_images(talk or [{"role": "user", "content": text}], images.as_numpy().reshape(-1).tolist())
+        if images := self.values("image"):
+            talk = with_images(talk or [{"role": "user", "content": text}], images)
         if "cumulative_logprob" in self._wanted:
             body["logprobs"] = body.get("logprobs") or (talk is not None or 0)
         if {"num_input_tokens", "num_output_tokens"} & self._wanted:
@@ -240,7 +246,9 @@ class Request(asyncio.Protocol):
             self.sender.send(error_response(*self._error), flags=flags)
         elif news:
             self.begun = True
-            tensors = [tensor(name, *values) for name, *values in self.outputs(news)]
+            tensors = [
+                pb_utils.Tensor(name, np.array(values, TYPES[kind])) for name, kind, values in self.outputs(news)
+            ]
             self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
         elif ended:
             self.sender.send(flags=flags)
@@ -251,7 +259,7 @@ class Request(asyncio.Protocol):
         texts = [self._prefix] * self.count
         reasons = ["None"] * self.count
         tokens = [0] * self.count
-        parts: list[str] = []
+        parts: list[bytes] = []
         for content in news:
             for choice in content["choices"]:
                 prompt = choice.get("prompt_token_ids") or content.get("prompt_token_ids") or ()
@@ -261,12 +269,12 @@ class Request(asyncio.Protocol):
                 texts[index] += (choice["text"] if message is None else message.get("content")) or ""
                 reasons[index] = str(choice["finish_reason"] or reasons[index])
                 tokens[index] += len(choice.get("token_ids") or ())
-                self._logprobs[index] += sum(logprobs_of(choice.get("logprobs") or {}))
-                parts.append(json.dumps(message))
-        yield "text_output", "STRING", texts
+                self.logprobs[index] += sum(logprobs_of(choice.get("logprobs") or {}))
+                parts.append(json.dumps(message).encode())
+        yield "text_output", "STRING", [text.encode() for text in texts]
         found: dict[str, Any] = {
-            "finish_reason": reasons,
-            "cumulative_logprob": [self._logprobs[index] for index in range(self.count)],
+            "finish_reason": [reason.encode() for reason in reasons],
+            "cumulative_logprob": [self.logprobs[index] for index in range(self.count)],
             "num_input_tokens": [self._prompt_tokens],
             "num_output_tokens": tokens,
             "message": parts,
@@ -279,14 +287,6 @@ def error_response(code: str, message: str) -> Any:
     return pb_utils.InferenceResponse(
         output_tensors=[], error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
     )
-
-
-def tensor(name: str, kind: str, values: Any) -> Any:
-    """An output; texts are encoded."""
-    array = np.empty(len(values), object) if kind == "STRING" else np.array(values, TYPES[kind])
-    if kind == "STRING":
-        array[:] = [text.encode() for text in values]
-    return pb_utils.Tensor(name, array)
 
 
 def with_images(messages: list[Any], images: Sequence[bytes]) -> list[Any]:
@@ -390,18 +390,20 @@ class TritonPythonModel:
 
     INPUTS: ClassVar = INPUTS
     OUTPUTS: ClassVar = OUTPUTS
-    OPTIONAL: ClassVar = frozenset(INPUTS)
-    REQUEST: ClassVar = Request
+    NEEDED: ClassVar[frozenset[str]] = frozenset()
+    MOST: ClassVar = 0
+    """`max_batch_size`."""
+    REQUEST: ClassVar[type[Request]] = Request
 
     @classmethod
     def auto_complete_config(cls, config: Any) -> Any:
         """Adds inputs, outputs and the policy to a configuration."""
         for name, (kind, dims) in cls.INPUTS.items():
             entry = {"name": name, "data_type": f"TYPE_{kind}", "dims": dims}
-            config.add_input(entry | ({"optional": True} if name in cls.OPTIONAL else {}))
+            config.add_input(entry | ({} if name in cls.NEEDED else {"optional": True}))
         for name, (kind, dims) in cls.OUTPUTS.items():
             config.add_output({"name": name, "data_type": f"TYPE_{kind}", "dims": dims})
-        config.set_max_batch_size(0)
+        config.set_max_batch_size(cls.MOST)
         config.set_model_transaction_policy({"decoupled": True})
         return config
 
@@ -454,6 +456,7 @@ class TritonPythonModel:
         for asked in requests:
             request = self.REQUEST(self, asked)
             self._requests[request] = None
+            request.read()
             if not request.ended:
                 request.task = asyncio.run_coroutine_threadsafe(self._connect(request), self._loop)
 
@@ -524,6 +527,8 @@ class TritonPythonModel:
             self._figures.update()
 
     def _pass_on(self, request: Request) -> None:
+        if request not in self._requests:
+            return  # its last news went with what came before
         try:
             last = request.send()
         except Exception as error:  # what is wrong with one request must not end the others
