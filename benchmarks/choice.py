@@ -5,7 +5,8 @@
 Engines have a system message that all share and prompts of their own, and loads drawn evenly. Microseconds of the
 thread, the median of the prompts: `choice` is that of an engine for a prompt of which the system message alone is
 cached, with the names that it needs; `new` is all that such a request costs the server for its place, with the names
-that its engine will have, and `cached` the same of one that is cached whole; `all_names` makes all names; `told` is
+that its engine will have, `tiered` is the choice where every other engine has the system message in its host memory and
+all read a store, and `cached` the same of one that is cached whole; `all_names` makes all names; `told` is
 what the index takes to hear of a prompt from an engine, and `journal` what a prompt of blocks of 16 tokens costs the
 engine itself, which keeps and tells its names, if the prompt before is forgotten for it.
 
@@ -29,6 +30,7 @@ from kvern.cache.prefix_names import PrefixNames, prompt_names
 from kvern.cache.radix import Node, RadixCache
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import SamplingParams
+from kvern.request.store_figures import StorePrice
 from kvern.serving.choice import EngineLoads, Load
 from kvern.serving.engine_cache import MOST_NAMES
 from kvern.serving.prefix_index import PrefixIndex, cached_tokens
@@ -57,9 +59,15 @@ def measured(count: int, length: int) -> dict[str, float]:
     system = [dice.randrange(100_000) for _ in range(SYSTEM_TOKENS)]
     prompts = [[*system, *(dice.randrange(100_000) for _ in range(length - SYSTEM_TOKENS))] for _ in range(PROMPTS)]
     index, loads = PrefixIndex(), EngineLoads()
+    tiered = PrefixIndex()
+    prices = {"host": StorePrice(20.0, 0.25, 1 << 20), "disk": StorePrice(100.0, 0.5)}
     for number in range(count):
         index.begin(number)
         index.hear(number, CacheChanges(0, [*names_of(system)], []))
+        tiered.begin(number)
+        tiered.hear(number, CacheChanges(0, [*names_of(system)], [], prices))
+        if number % 2:
+            tiered.hear(number, CacheChanges(1, [], [*names_of(system)][2:], prices))
         loads.put(Load(False, dice.randrange(9000), 0, number))
     told = [0] * count
     hearing = []
@@ -69,7 +77,7 @@ def measured(count: int, length: int) -> dict[str, float]:
         changes = CacheChanges(told[number], names, [])
         hearing.append(seconds(lambda: index.hear(number, changes)))  # noqa: B023 (called at once)
 
-    def choose(prompt: list[int]) -> None:
+    def choose(prompt: list[int], index: PrefixIndex = index) -> None:
         loads.cheapest(index.levels(names_of(prompt)), lambda _: True)
 
     def give(prompt: list[int]) -> None:
@@ -86,6 +94,7 @@ def measured(count: int, length: int) -> dict[str, float]:
     figures = {
         "all_names": [seconds(lambda: [*names_of(prompt)]) for prompt in prompts],  # noqa: B023
         "choice": [seconds(lambda: choose(prompt)) for prompt in prompts[1::2]],  # noqa: B023
+        "tiered": [seconds(lambda: choose(prompt, tiered)) for prompt in prompts[1::2]],  # noqa: B023
         "new": [seconds(lambda: give(prompt)) for prompt in prompts[1::2]],  # noqa: B023
         "cached": [seconds(lambda: give(prompt)) for prompt in prompts[::2]],  # noqa: B023
         "told": hearing,

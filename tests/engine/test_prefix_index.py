@@ -12,9 +12,10 @@ from kvern.cache.prefix_names import ENDS, NEXT_TOKENS, PrefixNames, named_token
 from kvern.cache.radix import Node, RadixCache
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import SamplingParams
+from kvern.request.store_figures import StorePrice
 from kvern.serving.choice import BUSY_TOKENS, MOST_LOAD, EngineLoads, Load
 from kvern.serving.engine_cache import CacheTeller
-from kvern.serving.prefix_index import Expected, PrefixIndex, cached_tokens
+from kvern.serving.prefix_index import MOST_LEFT, TOKENS_OF_NAME, Expected, PrefixIndex, cached_tokens
 from kvern.serving.wire import CacheChanges, decode_for_server, encode
 
 NAMESPACES = (b"", b"one")
@@ -42,6 +43,10 @@ class Cache:
     @property
     def cached_names(self) -> NameLedger | None:
         return None if self._journal is None else self._journal.ledger
+
+    def store_prices(self) -> dict[str, StorePrice]:
+        """A tier of its own, with pages of so many tokens."""
+        return {"host": StorePrice(10.0, 0.5, self._dice.randrange(2, 20) * TOKENS_OF_NAME)}
 
     def live(self) -> None:
         """A sequence is cached that shares some beginning with earlier ones, its last block in parts; or some go."""
@@ -197,10 +202,67 @@ def test_what_an_engine_will_have_counts_until_it_has_told() -> None:
     index.check_integrity()
 
 
+OWN, SHARED = StorePrice(20.0, 0.25, 100 * TOKENS_OF_NAME), StorePrice(40.0, 0.5)
+
+
+def test_what_tiers_keep_counts_less_what_a_load_takes() -> None:
+    """1,024 tokens that one engine has, another had, and a third had the first half of."""
+    names = named([1] * 1024)
+    half = named([1] * 512)
+
+    def told(prices: dict[str, StorePrice]) -> PrefixIndex:
+        index = PrefixIndex()
+        for number in range(4):
+            index.begin(number)
+            index.hear(number, CacheChanges(0, names if number < 3 else [], [], prices))
+        index.hear(1, CacheChanges(1, [], names[::-1], prices))
+        index.hear(2, CacheChanges(1, [], names[: len(half) - 1 : -1], prices))
+        index.check_integrity()
+        return index
+
+    def counted(index: PrefixIndex) -> list[int]:
+        return [cached_tokens(index.levels(names), number) for number in range(4)]
+
+    def held(index: PrefixIndex) -> list[int]:
+        return [index.held_tokens(names, number) for number in range(4)]
+
+    assert counted(told({})) == held(told({})) == [1024, 0, 512, 0], "it has no tier"
+    own = told({"host": OWN})
+    assert counted(own) == [1024, 768 - 20, 512 + 384 - 20, 0] and held(own) == [1024, 1024, 1024, 0]
+    shared = told({"disk": SHARED})
+    assert counted(shared) == [1024, 512 - 40, 512 + 256 - 40, 512 - 40] and held(shared) == [1024] * 4
+    both = told({"host": OWN, "peer": SHARED})
+    assert counted(both) == [1024, 768 - 20, 512 + 384 - 20, 512 - 40]
+    slow = told({"host": StorePrice(0.0, 1.5, 1 << 20)})
+    assert counted(slow) == held(slow) == [1024, 0, 512, 0], "computing is faster"
+    own.hear(1, CacheChanges(2, half, [], {"host": OWN}))
+    assert counted(own)[1] == 512 + 384 - 20, "it has computed a part again"
+    own.drop(1)
+    own.check_integrity()
+    assert counted(own)[1] == 0
+
+
+def test_tiers_keep_what_left_last() -> None:
+    """The room of the tier and the most that is remembered bound it."""
+    index, prices = PrefixIndex(), {"host": StorePrice(0.0, 0.5, 3 * TOKENS_OF_NAME)}
+    index.begin(0)
+    names = named([1] * 1024)
+    index.hear(0, CacheChanges(0, names, [], prices))
+    index.hear(0, CacheChanges(1, [], names[::-1], prices))
+    index.check_integrity()
+    assert index.held_tokens(names, 0) == named_tokens(3)
+    many = [number.to_bytes(16, "little") for number in range(MOST_LEFT + 10)]
+    index.hear(0, CacheChanges(2, many, [], {"disk": SHARED}))
+    index.hear(0, CacheChanges(3, [], many, {"disk": SHARED}))
+    index.check_integrity()
+    assert not index.held_tokens(many[9:10], 0) and index.held_tokens(many[-1:], 0)
+
+
 class Fleet:
     """Engines that are simulated: they have what they were given, and are as busy as they were made."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, tiers: bool = False) -> None:
+        self.tiers = tiers
         self.index, self.loads = PrefixIndex(), EngineLoads()
         self.numbers: dict[int, int] = dict.fromkeys(range(count), 0)
         for number in range(count):
@@ -212,8 +274,12 @@ class Fleet:
         self.loads.put(Load(full, tokens, computed, number))
 
     def caches(self, number: int, names: Sequence[bytes]) -> None:
+        self.tells(number, [*names], [])
+
+    def tells(self, number: int, stored: list[bytes], removed: list[bytes]) -> None:
         self.numbers[number] += 1
-        self.index.hear(number, CacheChanges(self.numbers[number], [*names], []))
+        prices = {"host": OWN, "disk": SHARED} if self.tiers else {}
+        self.index.hear(number, CacheChanges(self.numbers[number], stored, removed, prices))
 
     def chosen(self, names: Sequence[bytes], away: Sequence[int] = ()) -> int | None:
         return self.loads.cheapest(self.index.levels(names), lambda number: number not in away)
@@ -239,13 +305,16 @@ def prompts(dice: random.Random) -> Iterator[list[bytes]]:
         yield named([*dice.choice(systems), *[dice.randrange(20)] * dice.randrange(3000)])
 
 
+@pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 40, pytest.param(1000, marks=pytest.mark.nightly)])
-def test_the_cheapest_is_found_without_a_scan(count: int) -> None:
-    dice, fleet = random.Random(count), Fleet(count)
+def test_the_cheapest_is_found_without_a_scan(count: int, tiers: bool) -> None:
+    dice, fleet = random.Random(count), Fleet(count, tiers=tiers)
     asked = prompts(dice)
     for _ in range(300):
         number = dice.randrange(count)
         fleet.caches(number, next(asked))
+        if tiers and (has := sorted(fleet.index.names_of(number))):
+            fleet.tells(number, [], has[: dice.randrange(len(has))])
         fleet.busy(number, dice.choice([0, dice.randrange(9000)]), dice.random() < 0.1, dice.randrange(3))
         away = [dice.randrange(count) for _ in range(dice.randrange(3))]
         names = next(asked)

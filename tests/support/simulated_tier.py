@@ -7,7 +7,7 @@ from itertools import chain, count
 from typing import Any
 
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part
-from kvern.request.store_figures import StoreFigures
+from kvern.request.store_figures import StoreFigures, StorePrice
 
 Cells = list[list[list[object]]]
 """The contents of the blocks of a page in each block table; of a state one list with what it has seen."""
@@ -77,6 +77,9 @@ class SimulatedTier:
 
     def figures(self) -> dict[str, StoreFigures]:
         return {"simulated": StoreFigures()}
+
+    def prices(self) -> dict[str, StorePrice]:
+        return {}
 
     def keep(self, save: PageSave, memory: Sequence[Sequence[object]], states: Sequence[object]) -> None:
         """The device's side: parts of a page are saved."""

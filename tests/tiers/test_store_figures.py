@@ -1,6 +1,13 @@
 """Figures of stores for people: the rows of a final table."""
 
-from kvern.request.store_figures import StoreFigures, store_rows
+from pathlib import Path
+
+import pytest
+
+from kvern import LLM, SamplingParams
+from kvern.request.store_figures import StoreFigures, StorePrice, store_rows
+from tests.support.idle import core_here
+from tests.support.tiers import tier_of
 
 
 def test_rows_say_what_a_store_gave_and_what_a_load_costs() -> None:
@@ -14,3 +21,23 @@ def test_rows_say_what_a_store_gave_and_what_a_load_costs() -> None:
         ),
     ]
     assert store_rows({}) == []
+
+
+def test_a_load_is_priced_in_tokens_that_are_computed_in_its_time(tiny_model: Path) -> None:
+    """Nothing is said while nobody knows what computing takes, nor of a store that is off."""
+    with LLM(str(tiny_model), threads=1, dtype="float32", kv_cache_tokens=512, kv_tier=("host:32MB",)) as llm:
+        core, tier = core_here(llm), tier_of(llm)
+        llm.generate([[5] * 200], SamplingParams(max_tokens=2))
+        tier.computing = lambda start, end: (end - start) / 1000
+        figures = tier.figures()["host"]
+        size = tier._bytes[tier._counted] / 64
+        price = core.store_prices()["host"]
+        assert price.latency == pytest.approx(1000 * figures.latency_seconds)
+        assert price.share == pytest.approx(1000 * size / figures.bandwidth)
+        assert price.capacity == int(32e6 / size)
+        for _ in range(3):
+            tier.shelf.stores[0].breaker.failed(tier.shelf._clock())
+        assert not core.store_prices()
+        tier.computing = None
+        assert not core.store_prices()
+    assert StorePrice(20.0, 0.25).gain(1000) == 730 and StorePrice(20.0, 0.25).gain(10) == 0

@@ -72,6 +72,7 @@ class EngineCore(EngineLoop):
     ) -> None:
         self.scheduler = scheduler
         self.pages = scheduler.cache.identity
+        self.store_prices = dict if executor.tier is None else executor.tier.prices
         self._prepares = prepares
         self.drafting = drafting
         self._clock, self._sleep = timing.clock, timing.sleep
@@ -103,9 +104,8 @@ class EngineCore(EngineLoop):
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics(target_itl=self._pace.target)
         self._trial = Trial()
-        self._forecast = None
-        if scheduler.cache.memory.most_chunks > 1:
-            self._forecast = CacheForecast(scheduler, timing.clock)
+        grows = scheduler.cache.memory.most_chunks > 1
+        self._forecast = CacheForecast(scheduler, timing.clock) if grows else None
 
     @property
     def has_work(self) -> bool:

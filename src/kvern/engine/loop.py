@@ -2,13 +2,14 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvern.errors import ConfigError, in_a_line
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.layer_times import LayerTimes
 from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.request.store_figures import StorePrice
 from kvern.request.weights import WeightsFound, WeightSource
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class EngineLoop(ABC):
 
     pages: bytes = b""
     """The identity of its pages in stores; nothing: it has no tier."""
+    store_prices: Callable[[], Mapping[str, StorePrice]] = dict
+    """Returns the prices of loads from the stores of its tier, as far as they are known."""
 
     @property
     @abstractmethod

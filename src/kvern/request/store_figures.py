@@ -6,6 +6,23 @@ import msgspec
 from msgspec.structs import replace
 
 
+class StorePrice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The price of loads from a store, in tokens of a prompt that the engine computes in the same time.
+
+    latency   of each load
+    share     of each loaded token; 1 and more: computing is faster
+    capacity  tokens whose pages the store holds; 0: that is not known
+    """
+
+    latency: float
+    share: float
+    capacity: int = 0
+
+    def gain(self, tokens: int) -> int:
+        """Returns the tokens whose computing a load of `tokens` saves; 0: it does not pay."""
+        return max(0, int(tokens * (1 - self.share) - self.latency))
+
+
 class StoreFigures(msgspec.Struct, array_like=True, gc=False):
     """Counters of a store since the engine started, and its price and state now.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice, takewhile
 
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_page
-from kvern.request.store_figures import StoreFigures
+from kvern.request.store_figures import StoreFigures, StorePrice
 from kvern.runner.page_groups import DRAFTS, STATES, HeadGroup, PageMover, Place
 from kvern.tiers.page_memory import PageName, Piece
 from kvern.tiers.pages import HEADER_BYTES, page_names
@@ -17,6 +17,9 @@ MOST_ASKED = 1024
 
 PATIENCE = 0.25
 """The share of what computing takes that a load may take in any case: a thread may have to wait for a processor."""
+
+PRICED_TOKENS = 512
+"""Tokens of a prompt by whose time the price of a load is told."""
 
 Seconds = Callable[[int, int], float]
 
@@ -106,6 +109,22 @@ class Tier:
         if ahead is None:
             self.shelf.refused(end - start)
         return False
+
+    def prices(self) -> dict[str, StorePrice]:
+        """Returns the prices of loads from the stores that are on; none if nobody knows what computing takes."""
+        if self.computing is None:
+            return {}
+        second = PRICED_TOKENS / self.computing(0, PRICED_TOKENS)
+        size, state = self._bytes[self._counted] / self._page_tokens, self._bytes[Part.STATE]
+        return {
+            name: StorePrice(
+                second * (one.latency_seconds + state / one.bandwidth),
+                second * size / one.bandwidth,
+                int(self.shelf.size_of(name) / size),
+            )
+            for name, one in self.shelf.figures().items()
+            if one.is_on
+        }
 
     def patience(self, start: int, end: int) -> float:
         """See `TierIndex`."""

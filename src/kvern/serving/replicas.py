@@ -501,13 +501,14 @@ class Replicas:
 
     def _workload(self, generation: Generation) -> Workload:
         """Returns the workload of the engine for a request, or of a server that computes its prompt before."""
-        usual = self._chosen(generation).workload
+        chosen = self._chosen(generation)
+        usual = chosen.workload
         takers = [server.workload for server in self._servers if server.takes(generation)]
         if not takers or weights_prefix(self.weights.version):  # they have the weights of the model's folder
             return usual
         if len(self) == 1:
             generation.levels = self.index.levels(generation.names)
-        before, uncached = min(takers, key=lambda one: one.tokens), usual.uncached(generation)
+        before, uncached = min(takers, key=lambda one: one.tokens), self._to_compute(generation, chosen)
         waits = before.tokens - usual.tokens > MOST_AHEAD * uncached
         generation.hands_over = uncached >= LEAST_HANDED_OVER and not waits
         return before if generation.hands_over else usual
@@ -552,10 +553,14 @@ class Replicas:
         before = self._cheapest_of(generation, levels, prefill=True)
         if before is None or usual is None or not generation.may_hand_over:
             return usual or before
-        uncached = usual.workload.uncached(generation)
+        uncached = self._to_compute(generation, usual)
         waits = before.workload.tokens - usual.workload.tokens > MOST_AHEAD * uncached
         generation.hands_over = uncached >= LEAST_HANDED_OVER and not waits
         return before if generation.hands_over else usual
+
+    def _to_compute(self, generation: Generation, replica: Replica) -> int:
+        """Returns the tokens of a prompt that an engine has neither cached nor in its tier."""
+        return generation.spec.prompt_length - self.index.held_tokens(generation.names, replica.number)
 
     def _cheapest_of(self, generation: Generation, levels: Sequence[Level], *, prefill: bool) -> Replica | None:
         adapter = generation.spec.adapter

@@ -13,6 +13,7 @@ import msgspec
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.layer_times import LayerTimes
 from kvern.request.request import FinishReason, Progress, RequestSpec
+from kvern.request.store_figures import StorePrice
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.spec.facts import ModelFacts
 
@@ -211,6 +212,8 @@ class CacheChanges(WireMessage):
     number: int
     stored: list[bytes]
     removed: list[bytes]
+    prices: dict[str, StorePrice] = {}
+    """The prices of loads from the stores of the engine's tier."""
 
 
 class Events(WireMessage):

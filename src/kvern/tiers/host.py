@@ -50,6 +50,7 @@ class HostStore:
         """
         align = 1 if cell is None else mmap.PAGESIZE
         self._layout = layout = Layout.of(size, cell_for(size) if cell is None else cell, align)
+        self.size = size
         self.evicted = 0
         """Pages that made room for others."""
         self._cell, self._count = layout.cell, layout.cells

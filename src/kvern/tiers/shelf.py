@@ -513,6 +513,10 @@ class Shelf:
         """True if nothing is on its way to a store."""
         return not self._sealing_bytes and not any(one.writing_bytes for one in self.stores)
 
+    def size_of(self, name: str) -> int:
+        """Returns the bytes that a store holds at most; 0: it does not say."""
+        return next((getattr(one.store, "size", 0) for one in self.stores if one.name == name), 0)
+
     def figures(self) -> dict[str, StoreFigures]:
         """The figures of each store."""
         now = self._clock()
