@@ -4,6 +4,7 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -221,3 +222,23 @@ def test_a_folder_is_refused_before_steps_are_measured(tmp_path: Path, capsys: p
     command = ["bench", "steps", "--load", "rate=1,requests=1,input=9,output=1", "--model", "kvern-1m"]
     assert main([*command, "--output", str(tmp_path)]) == 2
     assert f"output is {tmp_path}, a folder: name a file in it" in capsys.readouterr().err
+
+
+def test_the_report_is_one_page_with_all_conditions(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load, record = map(str, files)
+    command = ["simulate", "--record", record, "--load", load, "--seeds", "2", "--compare", "policy=fcfs,sjf", "--json"]
+    assert main([*command, "--report", str(tmp_path / "report.html")]) == 0
+    series = json.loads(capsys.readouterr().out)["runs"]["policy=sjf"][0]["series"]
+    width = series["edges"][1]
+    assert sum(series["arrived"]) * width == pytest.approx(40) == sum(series["ended"]) * width
+    assert sum(series["tokens"]) * width == pytest.approx(40 * 20)
+    text = (tmp_path / "report.html").read_text()
+    ElementTree.fromstring(
+        text.replace("<!doctype html>", "").replace('<meta charset="utf-8">', "").replace("<br>", "")
+    )
+    assert "policy=fcfs" in text and "policy=sjf" in text and text.count("<svg") == 3 + 2 * 3 + 2
+    assert "http" not in text and "src=" not in text
+    assert main([*command, "--report", str(tmp_path)]) == 2
+    assert f"report is {tmp_path}, a folder" in capsys.readouterr().err

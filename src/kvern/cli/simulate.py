@@ -13,6 +13,7 @@ import tyro
 
 from kvern.cli.output import check_least, make_table, print_lines, print_tables, say
 from kvern.errors import ConfigError
+from kvern.io.files import reason
 from kvern.version import __version__
 
 if TYPE_CHECKING:
@@ -75,12 +76,20 @@ class SimulateCommand:
     """Seed of what is drawn: what the fit of steps leaves over, and the load unless it has a seed or is a file."""
     seeds: int = 5
     """Number of runs, with seeds that follow; figures are their mean, with the least and the greatest."""
+    report: Path | None = None
+    """HTML file for the table and plots: percentiles, rates over time, use of engines."""
     json: bool = False
     """Print the figures as JSON."""
 
     def execute(self) -> int:
         """Prints the figures and returns the exit code. Raises KvernError."""
         check_least(self, "seeds")
+        if self.report is not None:
+            from kvern.bench.record import check_target
+
+            check_target(self.report, "report")
+            if self.report.is_dir():
+                raise ConfigError(f"report is {self.report}, a folder: name a file in it, such as report.html")
         from kvern.simulate.report import read_slo
         from kvern.simulate.study import changed, read_compared, run_once, tiered
         from kvern.simulate.tier_options import told
@@ -104,9 +113,11 @@ class SimulateCommand:
         for seed in range(self.seed, self.seed + self.seeds):
             load = loaded(self.load, seed)
             for name, each in conditions.items():
-                found[name].append(run_once(each, load, seed, slo))
+                found[name].append(run_once(each, load, seed, slo, self.report is not None))
         stores = dict.fromkeys(line for each in conditions.values() for line in told(each.sizes))
         basis = "; ".join((basis, *stores))
+        if self.report is not None:
+            _write(self.report, found, self.load, basis)
         if self.json:
             sys.stdout.write(json.dumps({"basis": basis, "runs": found}, indent=1) + "\n")
         else:
@@ -176,12 +187,30 @@ def loaded(text: str, seed: int) -> list[LoadRequest]:
     return list(read_load(f"{text},seed={seed}" if drawn else text))
 
 
+def _rows(found: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[str]]]:
+    """Returns the rows of the table: names, with a cell for each condition."""
+    return [
+        (row.replace("_", " "), [_cell([run[row] for run in runs], form) for runs in found.values()])
+        for row, form in ROWS.items()
+        if all(row in run for runs in found.values() for run in runs)
+    ]
+
+
+def _write(path: Path, found: dict[str, list[dict[str, Any]]], load: str, basis: str) -> None:
+    """Writes the page. Raises ConfigError."""
+    from kvern.bench.simulate_page import page
+
+    try:
+        path.write_text(page(found, _rows(found), load, basis))
+    except OSError as error:
+        raise ConfigError(f"report {path} cannot be written: {reason(error)}") from None
+    say(f"report: {path}")
+
+
 def _print(found: dict[str, list[dict[str, Any]]], basis: str) -> None:
     table = make_table("", *(name or "value" for name in found), title="kvern simulate")
-    for row, form in ROWS.items():
-        if any(row in runs[0] for runs in found.values()):
-            cells = (_cell([run[row] for run in runs], form) if row in runs[0] else "" for runs in found.values())
-            table.add_row(row.replace("_", " "), *cells)
+    for name, cells in _rows(found):
+        table.add_row(name, *cells)
     print_tables(table)
     print_lines(f"Based on {basis}.", *(line for name, runs in found.items() for line in _grouped(name, runs)))
     if any(run["use"] > SATURATED for runs in found.values() for run in runs):

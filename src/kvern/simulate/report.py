@@ -1,6 +1,6 @@
 """The figures of a simulation, or of a real engine under the same load."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,40 @@ def by_tenant(timelines: Sequence[Timeline], slo: Slo) -> dict[str, dict[str, An
             told["good_share"] = sum(is_good(answer, slo) for answer in answers) / len(answers)
         found[tenant] = told
     return found
+
+
+BINS = 80
+"""The parts of a run of which rates are told."""
+
+
+def series(timelines: Sequence[Timeline], used: Sequence[float]) -> dict[str, list[float]]:
+    """Returns rates and numbers of requests in equal parts of a run, and the use of each engine, the most used first.
+
+    `edges`: seconds at which parts begin and end. `arrived` and `ended` are requests per second, `waiting` and
+    `answering` mean numbers of them. `tokens` per second are those of answers, spread evenly over the time of each.
+    """
+    answers = [answer for timeline in timelines for answer in timeline.answers.values()]
+    arrivals, firsts, lasts, tokens = (
+        np.array([getattr(answer, name) for answer in answers]) for name in ("arrival", "first", "last", "tokens")
+    )
+    begun, ended = float(arrivals.min()), float(lasts.max())
+    width = max(ended - begun, 1e-9) / BINS
+    edges = begun + width * np.arange(BINS + 1)
+    spans = np.maximum(lasts - firsts, 1e-9)
+
+    def mean_change(sums: Callable[[float], float]) -> list[float]:
+        found: list[float] = (np.diff([sums(float(edge)) for edge in edges]) / width).tolist()
+        return found
+
+    return {
+        "edges": (edges - begun).tolist(),
+        "arrived": (np.histogram(arrivals, edges)[0] / width).tolist(),
+        "ended": (np.histogram(lasts, edges)[0] / width).tolist(),
+        "tokens": mean_change(lambda edge: float((tokens * np.clip((edge - firsts) / spans, 0, 1)).sum())),
+        "waiting": mean_change(lambda edge: float(np.clip(edge - arrivals, 0, firsts - arrivals).sum())),
+        "answering": mean_change(lambda edge: float(np.clip(edge - firsts, 0, lasts - firsts).sum())),
+        "use": sorted((seconds / (BINS * width) for seconds in used), reverse=True),
+    }
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

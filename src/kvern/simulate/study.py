@@ -14,7 +14,7 @@ from kvern.simulate.engine import EngineSizes, PaceSizes, Prompts, check_load, s
 from kvern.simulate.executor import MeanPrice, Price
 from kvern.simulate.fleet import ROUTERS, Fleet
 from kvern.simulate.prediction import predicted
-from kvern.simulate.report import Slo, by_tenant, figures
+from kvern.simulate.report import Slo, by_tenant, figures, series
 from kvern.simulate.shards import Outcome, Part, differences, divided, merged, run_parts, together
 from kvern.simulate.tier_options import with_tier
 
@@ -91,17 +91,19 @@ def tiered(base: Condition, options: Sequence[str]) -> Condition:
     return msgspec.structs.replace(base, sizes=with_tier(base.sizes, options), pace=pace)
 
 
-def run_once(condition: Condition, load: Sequence[LoadRequest], seed: int, slo: Slo) -> dict[str, Any]:
-    """Returns the figures of one run. Raises ConfigError if the load does not fit."""
+def run_once(
+    condition: Condition, load: Sequence[LoadRequest], seed: int, slo: Slo, with_series: bool = False
+) -> dict[str, Any]:
+    """Returns the figures of one run, with those over time if wanted. Raises ConfigError if the load does not fit."""
     check_load(load, condition.sizes)
     dice = random.Random(f"engines {seed}")
     whole = Part([dice.getrandbits(32) for _ in range(condition.replicas)], [*load])
     simulate = partial(_simulated, condition, seed)
     if condition.shards == 1:
-        return _figures(simulate(whole), slo)
+        return _figures(simulate(whole), slo, with_series)
     parts = divided(whole.seeds, load, condition.shards, seed)
     *outcomes, joint = run_parts([*parts, together(parts[:2])], simulate)
-    found = _figures(merged(outcomes), slo)
+    found = _figures(merged(outcomes), slo, with_series)
     apart = _figures(merged(outcomes[:2]), {})
     return found | {"shards": {"groups": len(parts), "differences": differences(apart, _figures(joint, {}))}}
 
@@ -119,11 +121,13 @@ def _simulated(condition: Condition, seed: int, part: Part) -> Outcome:
     )
 
 
-def _figures(outcome: Outcome, slo: Slo) -> dict[str, Any]:
+def _figures(outcome: Outcome, slo: Slo, with_series: bool = False) -> dict[str, Any]:
     timelines = outcome.timelines
     found = figures(timelines, slo, outcome.hits, outcome.used)
     found["preemptions"] = outcome.preemptions
     if outcome.loaded is not None:
         found["tier_hit_share"] = outcome.loaded / found["prompt_tokens"]
+    if with_series:
+        found["series"] = series(timelines, outcome.used)
     tenants = by_tenant(timelines, slo)
     return found | ({"tenants": tenants} if tenants else {})
