@@ -1,6 +1,7 @@
 """kvern deploy end to end on a tiny model: a bundle, what goes wrong, and what happens to runs that are killed."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,15 +16,19 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM
 from kvern.cli import bundles
 from kvern.cli.main import main, read_command
-from kvern.deploy import again, plan
+from kvern.deploy import again, plan, tune
 from kvern.deploy.again import tuned_here
 from kvern.deploy.description import device_names
+from kvern.deploy.tuner import Knob, Trial, Tuner
+from kvern.deploy.workload import Run, Workload
+from kvern.engine.engine import Engine
 from kvern.quantize.mixed import Mixture
 from tests.support.killed_deployments import CARD
+from tests.support.served import QUESTION, Served
 from tests.support.tiny_model import make_tiny_model
 
 LOAD = "rate=inf,requests=3,input=32,output=8"
-FEW = ["--workload", LOAD, "--tune-seconds", "0", "--repetitions", "1"]
+FEW = ["--workload", LOAD, "--tune-seconds", "0", "--repetitions", "3"]
 SMALL = ["--memory", "400KB", "--max-loss", "5%"]
 """Memory that has no room for a sequence beside plain weights, and has one beside those of 8 bits."""
 
@@ -161,7 +166,7 @@ BAD = [
     (f"--out new --memory 400KB --workload {LOAD}", "allow a loss for fewer bits by --max-loss 1%"),
     ("--out new --workload most", "workload 'most' is unknown"),
     ("--out new --workload mixed256", "workload mixed256 has requests of"),
-    ("--out new --repetitions 0", "repetitions is 0: it must be at least 1"),
+    ("--out new --repetitions 0", "repetitions is 0: it must be at least 3"),
     ("--out new --tune-seconds -1", "tune_seconds is -1: it must be 0 or more"),
 ]
 
@@ -178,7 +183,7 @@ def test_bad_input_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(["deploy", str(model), *given.split()]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "new" / "deploy.toml").exists()
+    assert not (tmp_path / "new").exists()
 
 
 MOMENTS = "discover,plan,shard,among weights,quantize,among measurements,tune,verify,bundle"
@@ -187,7 +192,7 @@ MOMENTS = "discover,plan,shard,among weights,quantize,among measurements,tune,ve
 @pytest.mark.parametrize(
     "moments",
     [
-        pytest.param("among weights,among measurements,bundle", id="three times"),
+        pytest.param("among weights,among measurements", id="twice"),
         pytest.param(MOMENTS, id="at each stage", marks=pytest.mark.nightly),
     ],
 )
@@ -267,3 +272,71 @@ def test_another_machine_tunes_again_once_and_says_so(
     assert main(["deploy", str(other / "deploy.toml"), "--out", str(tmp_path / "again"), "--tune-seconds", "0"]) == 0
     assert "it is tuned again" in capsys.readouterr().err
     assert tomllib.loads((tmp_path / "again" / "deploy.toml").read_text())["engine"]["max_batch_requests"] == 8
+
+
+class Costs:
+    """Runs whose time is what the options of the engine cost, without a clock."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, engine: Engine, workload: Workload) -> Run:
+        self.runs += 1
+        requests, tokens = engine.max_batch_requests, engine.config.max_batch_tokens or 0
+        seconds = 10 + abs(math.log2(requests / 16)) + abs(math.log2(tokens / 1024)) + 0.001 * (self.runs % 3)
+        return Run(seconds, 0.1, 0.01, 100.0)
+
+
+def test_what_is_fastest_is_chosen_and_a_killed_run_measures_nothing_twice(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs()
+    monkeypatch.setattr(tune, "run_workload", costs)
+    out = tmp_path / "bundle"
+    slow = [*arguments(model, out), "--tune-seconds", "600"]
+    assert main(slow) == 0
+    engine = tomllib.loads((out / "deploy.toml").read_text())["engine"]
+    assert engine["max_batch_requests"] == 16 and engine["max_batch_tokens"] == 1024
+    told = json.loads((out / "report.json").read_text())["stages"]["tune"]["result"]
+    assert told["tried"][0]["options"]["max_batch_requests"] == 8 and told["knobs"][0] == "max_batch_tokens"
+    assert (
+        any(trial["kept"] for trial in told["tried"]) and "max_batch_requests 16" in (out / "report.html").read_text()
+    )
+    for name in ("tune", "verify", "bundle"):  # as if the process had been killed at the end of tuning
+        (out / "journal" / f"{name}.json").unlink()
+    before = costs.runs
+    assert main(slow) == 0
+    assert costs.runs - before < 10  # those of verification
+
+
+def test_a_tuner_that_chooses_what_is_slow_is_caught(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "run_workload", Costs())
+    start = {"max_batch_requests": 16, "max_batch_tokens": 1024}
+    monkeypatch.setattr(tune, "knobs_of", lambda *_: (start, [Knob("max_batch_requests", (16, 4))]))
+
+    def last(self: Tuner, best: Trial, name: str, value: object) -> Trial:
+        return self._tried({**best.configuration, name: value}, None)
+
+    monkeypatch.setattr(Tuner, "_better", last)
+    out = tmp_path / "bundle"
+    assert main([*arguments(model, out), "--tune-seconds", "600"]) == 1
+    assert "the tuned options take 20% longer than those of the plan: tune again" in capsys.readouterr().out
+    assert not (out / "deploy.toml").exists()
+
+
+@pytest.mark.nightly
+def test_a_bundle_of_the_embedded_model_is_quantized_served_and_answers(tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    assert main(["deploy", "kvern-1m", "--out", str(out), "--memory", "3MB", "--max-loss", "1%", *FEW[2:]]) == 0
+    found = json.loads((out / "report.json").read_text())["stages"]["verify"]["result"]
+    assert 0 < found["loss"] <= found["limits"]["loss"] and found["structured"] == 1
+    server = Served(str(out))
+    try:
+        client = server.client()
+        assert [model.id for model in client.models.list()] == ["kvern-1m"]
+        answer = client.chat.completions.create(model="kvern-1m", messages=QUESTION, temperature=0)
+        assert answer.choices[0].message.content == "42"
+    finally:
+        server.close()

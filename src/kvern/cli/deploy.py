@@ -47,7 +47,7 @@ class DeployCommand:
     tune_seconds: float = 600.0
     """Time after which no further configuration is measured."""
     repetitions: int = 7
-    """Most runs of a configuration; fewer where they agree."""
+    """Most runs of a configuration, at least 3; fewer where they agree."""
     overwrite: bool = False
     """Go on in a folder whose bundle has other options."""
 
@@ -56,7 +56,7 @@ class DeployCommand:
         from kvern.deploy.pipeline import deploy
         from kvern.deploy.report import PAGE
 
-        check_least(self, "repetitions")
+        check_least(self, "repetitions", least=3)
         asked = self._asked()
         outcome = deploy(asked, self.overwrite, say)
         page = asked.out / PAGE

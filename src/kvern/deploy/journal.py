@@ -97,8 +97,8 @@ class Journal:
             )
 
     def _remove_pieces(self) -> None:
-        """Removes what a killed process left: folders and files whose names begin with a dot."""
-        for path in (*self.out.glob(".*"), *self._folder.glob(".*")):
+        """Removes what a killed process left: folders of weights, and files, that were not whole."""
+        for path in (*self.out.glob(".*weights.*"), *self.out.glob(".*.new"), *self._folder.glob(".*.new")):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -125,6 +125,10 @@ class Journal:
         """Keeps a result."""
         entry = Entry(key, msgspec.Raw(msgspec.json.encode(result)), seconds)
         write_whole(self._folder / f"{name}.json", msgspec.json.format(msgspec.json.encode(entry), indent=1) + b"\n")
+
+    def remove(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.out, ignore_errors=True)
 
     def beside(self, name: str) -> Path:
         """Returns the path of a file in the journal that a stage keeps for itself."""

@@ -16,7 +16,11 @@ from kvern.deploy.shard import Shard
 from kvern.deploy.stage import Asked, Stage, Work
 from kvern.deploy.tune import Tune
 from kvern.deploy.verify import Verify
+from kvern.errors import KvernError
 from kvern.version import __version__
+
+WITHOUT_WORK = 2
+"""The stages that take seconds, of which no results are kept if one of them refuses its input."""
 
 
 def stages() -> list[Stage]:
@@ -38,13 +42,19 @@ def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Se
     journal = Journal(asked.out)
     sections: list[Section] = []
     failed: list[str] = []
+    is_new = not asked.out.exists()
     with journal.held(asked.identity, overwrite):
         work = Work(asked, journal, say)
         for number, stage in enumerate(chosen, 1):
             said = f"[{number}/{len(chosen)}] {stage.name}"
             before = {type(item).__name__: item for item in work.results.values()}
-            key = key_of(__version__, stage.name, stage.inputs(work), before)
-            result, seconds = _stage(stage, key, work, said)
+            try:
+                key = key_of(__version__, stage.name, stage.inputs(work), before)
+                result, seconds = _stage(stage, key, work, said)
+            except KvernError:
+                if is_new and number <= WITHOUT_WORK:  # nothing is lost, and the next try may have other options
+                    journal.remove()
+                raise
             work.results[stage.result] = result
             sections.append(Section(stage.name, result, seconds, stage.report(result)))
             if failed := list(getattr(result, "failed", ())):

@@ -1,21 +1,24 @@
 """Weights in fewer bits, where the plan says why; by the job of `kvern quantize mixed`, which keeps to a loss."""
 
+import gc
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
 from kvern.config import EngineConfig
 from kvern.deploy.discover import Discovered
 from kvern.deploy.journal import key_of, write_whole
-from kvern.deploy.plan import Planned, estimated, load_of
+from kvern.deploy.plan import Planned, context_of, estimated, load_of
 from kvern.deploy.shard import Sharded
-from kvern.deploy.stage import Asked, Part, Work
+from kvern.deploy.stage import Part, Work
 from kvern.io.files import as_size, digest_of, open_regular
 from kvern.io.progress import work_progress
+from kvern.models.folder import model_folder
 from kvern.quantize.calibration import Calibration, calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.job import make_method
@@ -49,9 +52,10 @@ class Quantized(msgspec.Struct):
     failed: list[str] = []
 
 
-def texts_of(asked: Asked, folder: Path, context: int) -> tuple[Calibration, Tensor]:
+def texts_of(work: Work, folder: Path) -> tuple[Calibration, Tensor]:
     """Returns the text for calibration, and rows that it does not see. Raises ConfigError."""
-    found = calibration(Tokenizer(folder), asked.calibration, ROWS, min(TOKENS, context))
+    tokenizer = Tokenizer(model_folder(EngineConfig(str(folder))))
+    found = calibration(tokenizer, work.asked.calibration, ROWS, min(TOKENS, context_of(work)[1]))
     held = max(1, int(HELD_OUT * len(found.rows)))
     if len(found.rows) == 1:
         half = found.rows.shape[1] // 2
@@ -87,7 +91,7 @@ class Quantize:
             return Quantized("neither memory nor the target asks for fewer bits")
         folder = Path(work.of(Sharded).folder)
         checkpoint = Checkpoint(folder, resolve_device(EngineConfig()))
-        rows, _ = texts_of(work.asked, folder, checkpoint.spec.max_position_embeddings)
+        rows, _ = texts_of(work, folder)
         out = work.asked.out / WEIGHTS
         shutil.rmtree(out, ignore_errors=True)
         report = self._mix(work, checkpoint, rows, out)
@@ -101,6 +105,8 @@ class Quantize:
             sum(path.stat().st_size for path in out.glob("*.safetensors")),
             _digest(sorted(out.glob("*.safetensors"))),
         )
+        del checkpoint
+        release()
         result.failed = _failed(work, result)
         return result
 
@@ -139,6 +145,13 @@ class Quantize:
             ("size", f"{as_size(result.bytes_before)}, now {as_size(result.bytes_after)}"),
         ]
         return Part(rows, f'<p><a href="{WEIGHTS}/{PAGE_NAME}">Why each layer has its precision</a></p>')
+
+
+def release() -> None:
+    """Gives the memory of a GPU back that nothing uses any more, for the engine that comes next."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _shares(report: MixedReport) -> dict[str, float]:
