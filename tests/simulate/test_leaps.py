@@ -8,7 +8,7 @@ import pytest
 from kvern.engine.queues import POLICIES
 from kvern.engine.step_load import StepLoad
 from kvern.loads.request import LoadRequest
-from kvern.simulate.engine import DrivenEngine, EngineSizes, Prompts, simulated_engine
+from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts, simulated_engine
 
 
 class DrawnPrice:
@@ -43,19 +43,26 @@ def drawn(seed: int) -> tuple[EngineSizes, list[LoadRequest]]:
     return sizes, load
 
 
-def run(sizes: EngineSizes, load: list[LoadRequest], seed: int, leaps: bool) -> DrivenEngine:
-    engine = simulated_engine(sizes, DrawnPrice(seed), leaps=leaps)
+PACE = PaceSizes(0.03, True, (1, 16, 256), (0.011, 0.03, 0.28), 1e-6, 1e-6)
+
+
+def run(
+    sizes: EngineSizes, load: list[LoadRequest], seed: int, leaps: bool, pace: PaceSizes | None = None
+) -> DrivenEngine:
+    engine = simulated_engine(sizes, DrawnPrice(seed), pace, leaps=leaps)
     engine.run(load, Prompts())
     engine.scheduler.check_integrity()
     return engine
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_leaps_change_nothing(seed: int) -> None:
+@pytest.mark.parametrize(("depth", "pace"), [(1, None), (2, None), (1, PACE), (2, PACE)])
+@pytest.mark.parametrize("seed", range(8))
+def test_leaps_change_nothing(seed: int, depth: int, pace: PaceSizes | None) -> None:
     sizes, load = drawn(seed)
     if sizes.blocks * sizes.block_size < sizes.max_model_len:
         sizes = msgspec.structs.replace(sizes, blocks=120)
-    single, leaping = (run(sizes, load, seed, leaps) for leaps in (False, True))
+    sizes = msgspec.structs.replace(sizes, depth=depth)
+    single, leaping = (run(sizes, load, seed, leaps, pace) for leaps in (False, True))
     assert leaping.leaps is not None and leaping.leaps.steps > 20
 
     def seen(engine: DrivenEngine) -> object:
@@ -66,6 +73,7 @@ def test_leaps_change_nothing(seed: int) -> None:
             engine.hit_tokens,
             engine.scheduler.preemption_count,
             engine.scheduler.step,
+            None if engine.pace is None or engine.pace.costs is None else engine.pace.costs.told,
         )
 
     assert seen(single) == seen(leaping)

@@ -25,7 +25,7 @@ from kvern.loads.request import BLOCK_TOKENS, LoadRequest
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.simulate.executor import Price, SimulatedExecutor, VirtualClock
-from kvern.simulate.leap import Leaps
+from kvern.simulate.leap import MOST_FLYING, Leaps
 from kvern.simulate.tier_answers import PricedTier
 from kvern.simulate.tiers import ThreadedClock, TieredExecutor, TierSizes, make_tier, page_sizes
 from kvern.simulate.timeline import Timeline
@@ -205,7 +205,8 @@ class DrivenEngine:
         self.executor = executor
         self.timeline = timeline
         self.scheduler = make_scheduler(sizes, executor.tier)
-        made = None if pace is None else pace.made(clock)
+        self.pace = made = None if pace is None else pace.made(clock)
+        """The target of the time between tokens; None: there is none."""
         if executor.tier is not None and made is not None and made.costs is not None:
             executor.tier.computing = partial(made.costs.prompt_seconds, sizes.max_batch_tokens)
         timing = CoreTiming(pace=made, clock=clock, sleep=clock.sleep)
@@ -264,8 +265,8 @@ def simulated_engine(
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, price, timeline.ended)
     engine = DrivenEngine(sizes, clock, executor, timeline, pace)
-    if leaps and sizes.depth == 1 and pace is None:
-        engine.leaps = Leaps(engine.scheduler, executor, timeline)
+    if leaps and sizes.depth <= MOST_FLYING:
+        engine.leaps = Leaps(engine.scheduler, executor, timeline, clock, sizes.depth, engine.pace)
     return engine
 
 

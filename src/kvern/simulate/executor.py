@@ -54,12 +54,22 @@ class SimulatedStep:
     """The result of a step, which has come when its time has passed."""
 
     def __init__(self, executor: "SimulatedExecutor", output: SchedulerOutput, submitted: float) -> None:
+        self.output, self.submitted = output, submitted
         self._executor = executor
-        self._output, self._submitted = output, submitted
 
     def result(self) -> ModelRunnerOutput:
         """Lets the time of the step pass; it begins when the step before has ended."""
-        return self._executor.end(self._output, self._submitted)
+        self._executor.flying.remove(self)
+        return self._executor.end(self.output, self.submitted)
+
+    def move(self, steps: int, number: int) -> None:
+        """Lets it be a later step of the same rows, which has this number: so many of them have decoded."""
+        output = self.output
+        output.step = number
+        output.joined.clear()
+        output.scheduled = [
+            ScheduledTokens(item.slot, item.start + item.count - 1 + steps, 1, 1) for item in output.scheduled
+        ]
 
 
 class SimulatedExecutor:
@@ -76,6 +86,8 @@ class SimulatedExecutor:
         """The end of the last step."""
         self.busy = 0.0
         """The seconds of all steps."""
+        self.flying: list[SimulatedStep] = []
+        """The steps that have begun, the oldest first."""
         self._clock, self._observe = clock, observe
         self._tokens: dict[int, int] = {}
         self._drawn: float | None = None
@@ -85,7 +97,9 @@ class SimulatedExecutor:
         """Begins a step."""
         for new in output.joined:
             self._tokens[new.slot] = new.seed
-        return SimulatedStep(self, output, self._clock.now)
+        step = SimulatedStep(self, output, self._clock.now)
+        self.flying.append(step)
+        return step
 
     def end(self, output: SchedulerOutput, submitted: float) -> ModelRunnerOutput:
         """Ends the oldest step, submitted then."""
@@ -102,21 +116,29 @@ class SimulatedExecutor:
         if self._drawn is not None:
             drawn, self._drawn = self._drawn, None
             return begun + drawn
+        return begun + self._seconds(output)
+
+    def _seconds(self, output: SchedulerOutput) -> float:
         scheduled = output.scheduled
-        return begun + self.price.seconds(load_of(scheduled, output.encoding), len(scheduled), len(output.joined))
+        return self.price.seconds(load_of(scheduled, output.encoding), len(scheduled), len(output.joined))
 
     def decode(self, load: StepLoad, most: int, until: float) -> list[float]:
-        """Lets the time of steps pass in which all rows decode, of which this is the first; returns their ends.
+        """Returns the ends of steps in which all rows decode, of which the next to be submitted has this load.
 
-        They are at most so many, and end before a moment.
+        They are at most so many, and end before a moment. The first is the one that is in flight, if there is one. The
+        clock does not know yet that their time has passed.
         """
         rows = load.rows
         keys, reach = load.keys, load.reach
         found: list[float] = []
-        now = max(self.ended, self._clock.now)
+        flying = self.flying[0] if self.flying else None
+        now = max(self.ended, self._clock.now if flying is None else flying.submitted)
         price = self.price.seconds
         while len(found) < most:
-            if self._drawn is None:
+            in_flight = None if found else flying
+            if self._drawn is None and in_flight is not None:
+                self._drawn = self._seconds(in_flight.output)
+            elif self._drawn is None:
                 self._drawn = price(StepLoad(rows, keys, reach=reach), rows, 0)
             end = now + self._drawn
             if end >= until:
@@ -124,11 +146,11 @@ class SimulatedExecutor:
             self.busy += end - now
             now, self._drawn = end, None
             found.append(end)
-            keys += rows
-            reach += 1
+            if in_flight is None:
+                keys += rows
+                reach += 1
         if found:
             self.ended = now
-            self._clock.reach(now)
         return found
 
     def sampled(self, output: SchedulerOutput) -> list[list[int]]:
