@@ -1,15 +1,18 @@
-"""The report of a deployment: one HTML page that loads nothing from elsewhere, and the same as JSON."""
+"""The report of a deployment: one HTML page that loads nothing from elsewhere, and the same as JSON.
+
+`report.html` is the page's template.
+"""
 
 from collections.abc import Sequence
-from html import escape
 from typing import NamedTuple
 
 import msgspec
+from markupsafe import Markup
 
-from kvern.bench.compare_page import STYLE
 from kvern.bench.machine import hardware, software
 from kvern.deploy.journal import write_whole
 from kvern.deploy.stage import Part, Work
+from kvern.io.pages import render
 
 PAGE = "report.html"
 DATA = "report.json"
@@ -22,6 +25,11 @@ class Section(NamedTuple):
     result: msgspec.Struct
     seconds: float
     part: Part
+
+    @property
+    def html(self) -> Markup:
+        """The stage's HTML, which has escaped what it shows."""
+        return Markup(self.part.html)  # noqa: S704
 
 
 def write_report(work: Work, sections: Sequence[Section], failed: Sequence[str]) -> None:
@@ -44,20 +52,5 @@ def write_report(work: Work, sections: Sequence[Section], failed: Sequence[str])
 
 def page(model: str, sections: Sequence[Section], failed: Sequence[str]) -> str:
     """Returns the page."""
-    title = f"{escape(model)}: {'failed' if failed else 'deployed'}"
-    lines = "".join(f'<li class="worse">{escape(line)}</li>' for line in failed)
-    return "\n".join(
-        [
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-            f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
-            f"<ul>{lines}</ul>" if lines else "",
-            *map(_section, sections),
-            "</body></html>\n",
-        ]
-    )
-
-
-def _section(section: Section) -> str:
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in section.part.rows)
-    head = f"<h2>{escape(section.stage)}</h2><p>{section.seconds:.1f} s</p>"
-    return f"{head}<table>{rows}</table>{section.part.html}"
+    title = f"{model}: {'failed' if failed else 'deployed'}"
+    return render("kvern.deploy", PAGE, title=title, failed=failed, sections=sections)
