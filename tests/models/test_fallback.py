@@ -99,7 +99,7 @@ def test_a_model_without_a_description_runs_by_itself_and_says_so(
     with LLM(str(apertus), **options, kv_cache_tokens=256) as llm:
         check(llm, apertus, prompts(), 1)
     [said] = [record.getMessage() for record in caplog.records if "transformers" in record.getMessage()]
-    assert "computes apertus, which kvern has no description of: slower" in said
+    assert "computes apertus, which kvern has no description of (kvern describe may find one): slower" in said
     assert "shards" not in capfd.readouterr().err
     with pytest.raises(UnsupportedModel, match="architecture ApertusForCausalLM / apertus is unknown"):
         describe_model(apertus, read_config(apertus), "kvern")

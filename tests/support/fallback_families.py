@@ -8,6 +8,7 @@ MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 _EXPERTS = {"num_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 FALLBACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", {}),
+    "jais2": ("jais2", {}),
     "gpt2": ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "tie_word_embeddings": True}),
     "persimmon": ("persimmon", {"hidden_size": 64}),
     "diffllama": ("diffllama", {}),

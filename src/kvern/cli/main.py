@@ -196,6 +196,7 @@ COMMANDS = {
     ("chat",): "kvern.cli.chat:ChatCommand",
     ("serve",): "kvern.cli.serve:ServeCommand",
     ("run",): "kvern.cli.run:RunCommand",
+    ("describe",): "kvern.cli.describe:DescribeCommand",
     ("pull",): "kvern.cli.hub:PullCommand",
     ("list",): "kvern.cli.hub:ListCommand",
     ("rm",): "kvern.cli.hub:RemoveCommand",

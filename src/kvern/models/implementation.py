@@ -7,7 +7,8 @@ from typing import Any
 
 from kvern.errors import ConfigError, UnsupportedModel
 from kvern.models.embedder import spec_of_folder
-from kvern.models.registry import is_described, spec_from_config
+from kvern.models.registry import KEY, is_described, spec_from_config
+from kvern.models.spec_file import FILE
 from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")
@@ -22,6 +23,8 @@ def describe_model(folder: Path, config: Mapping[str, Any], implementation: str)
     asked for and not installed.
     """
     if implementation == "kvern" or (implementation == "auto" and is_described(config)):
+        if KEY in config:
+            logger.warning("kvern computes %s by the description in %s", config.get("model_type"), folder / FILE)
         return spec_of_folder(folder, config)
     try:
         import transformers
@@ -47,6 +50,6 @@ def describe_model(folder: Path, config: Mapping[str, Any], implementation: str)
         "transformers %s computes %s%s: slower, without graphs and adapters; see docs/models.md",
         transformers.__version__,
         spec.model_type,
-        "" if is_described(config) else ", which kvern has no description of",
+        "" if is_described(config) else ", which kvern has no description of (kvern describe may find one)",
     )
     return spec

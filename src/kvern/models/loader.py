@@ -22,6 +22,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
+from kvern.models.spec_file import with_file
 from kvern.models.weighted import TensorTarget, WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.spec.model import ModelSpec, Rename
@@ -59,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises ModelNotFound if there is none, CorruptCheckpoint if it is not a JSON object.
     """
     try:
-        config = read_object(folder / "config.json")
+        config = with_file(folder, read_object(folder / "config.json"))
         text = config.get("text_config")
         if isinstance(text, dict) and "quantization_config" in text:
             config.setdefault("quantization_config", text["quantization_config"])

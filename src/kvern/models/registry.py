@@ -14,12 +14,14 @@ from kvern.io.files import reason
 from kvern.models.defaults import completed, with_both, without
 from kvern.models.families import own_families
 from kvern.models.limits import Unfit, check_config, check_spec
-from kvern.plugins import Plugins
+from kvern.plugins import Plugins, imported
 from kvern.spec.model import ModelSpec
 
 Config = Mapping[str, Any]
 Family = Callable[[Config], ModelSpec]
 
+KEY = "kvern_model"
+"""The key of a configuration under which a description is that `kvern describe` wrote (`models/spec_file.py`)."""
 _UNREADABLE = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError)
 
 OWN = own_families()
@@ -47,9 +49,13 @@ def register_family(*names: str) -> Callable[[Family], Family]:
 def spec_from_config(config: Config) -> ModelSpec:
     """Describe the model of a `config.json`, found by its `architectures`, then by its `model_type`.
 
-    Raises UnsupportedModel if no family is registered for it, or if the family cannot describe one of its settings.
+    A description that `kvern describe` wrote, which is part of the configuration, comes first. Raises UnsupportedModel
+    if no family is registered for it, or if the family cannot describe one of its settings.
     """
     names = _names(config)
+    if KEY in config:
+        described: ModelSpec = imported("kvern.models.spec_file:from_data")(config[KEY])
+        return described
     family = _family(names)
     if family is None:
         raise UnsupportedModel(_unknown(names))
@@ -103,8 +109,11 @@ def _is_readable(family: Family, config: Config) -> bool:
 
 
 def is_described(config: Config) -> bool:
-    """True if a family is registered for the model of a `config.json`. Raises UnsupportedModel for invalid names."""
-    return _family(_names(config)) is not None
+    """True if a family, or a file beside it, describes the model of a `config.json`.
+
+    Raises UnsupportedModel for invalid names.
+    """
+    return KEY in config or _family(_names(config)) is not None
 
 
 def _names(config: Config) -> list[str]:

@@ -131,7 +131,7 @@ def _loaded(folder: Path, dtype: torch.dtype, *, dummy: bool) -> PreTrainedModel
         return filled
     options |= {"config": config, "local_files_only": True, "use_safetensors": True}
     try:
-        with _quiet():
+        with quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -150,7 +150,7 @@ def _loaded(folder: Path, dtype: torch.dtype, *, dummy: bool) -> PreTrainedModel
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppresses transformers' progress bars and loading reports."""
     shown, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

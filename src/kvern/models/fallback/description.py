@@ -71,16 +71,10 @@ def _check_config(config: PreTrainedConfig) -> None:
 
 
 def _describe(config: PreTrainedConfig) -> TransformersSpec:
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=IMPLEMENTATION, trust_remote_code=False
-            ).eval()
-    except Exception as error:  # whatever a model raises that its configuration does not fit
-        raise UnsupportedModel(f"it cannot be built: {in_a_line(error)}") from error
+    model = meta_model(config)
     _check_body(model)
     text = config.get_text_config()
-    calls = _calls(model)
+    calls = attention_calls(model)
     _check_windows(text, calls)
     if len(calls) < text.num_hidden_layers:
         raise UnsupportedModel(f"{len(calls)} of its {text.num_hidden_layers} layers attend")
@@ -96,6 +90,18 @@ def _describe(config: PreTrainedConfig) -> TransformersSpec:
         calls=calls,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a configuration without memory for weights. Raises UnsupportedModel."""
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=IMPLEMENTATION, trust_remote_code=False
+            ).eval()
+    except Exception as error:  # whatever a model raises that its configuration does not fit
+        raise UnsupportedModel(f"it cannot be built: {in_a_line(error)}") from error
+    return model
 
 
 def _check_class(config: PreTrainedConfig) -> None:
@@ -116,8 +122,8 @@ def _check_body(model: PreTrainedModel) -> None:
         raise UnsupportedModel("it takes no positions (position_ids)")
 
 
-def _calls(model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
-    """The attentions of one forward pass, in their order."""
+def attention_calls(model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
+    """The attentions of one forward pass of a model without memory, in their order. Raises UnsupportedModel."""
     found = []
 
     def note(call: Call) -> Tensor:
