@@ -72,7 +72,8 @@ class _Prompts:
         self._decoder, self._cache_dtype = decoder, cache_dtype
         self._device, dtype = decoder.model.device, decoder.model.dtype
         self._is_exact = dtype == torch.float32 and not decoder.swaps.is_quantized
-        self._most = bound(dtype if self._is_exact else torch.bfloat16, len(decoder.spec.calls))
+        rounded = dtype == torch.float32 and not self._is_exact  # as rows are to codes
+        self._most = bound(torch.bfloat16 if rounded else dtype, len(decoder.spec.calls))
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(decoder.spec.vocab_size, (2, self._length), generator=generator)
         self._own = torch.stack([decoder.own_logits(row.to(self._device)) for row in self._ids])
