@@ -23,17 +23,13 @@ from kvern.runner.plan import Layout
 from kvern.runner.ranks.rank_limits import rank_of
 from kvern.runner.ranks.rank_wire import (
     AddAdapter,
-    BeginCounting,
-    CountExperts,
-    DropAdapter,
-    ForgetSteps,
+    Call,
     Found,
     HasRoom,
     LoadWeights,
     RankMessage,
     RunStep,
     TakeMemory,
-    UseIdleTime,
 )
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import PlannedStep, StepOutputs
@@ -93,19 +89,19 @@ class OtherStages:
                     worker.build(layout)
                 case RunStep(output):
                     worker.runner.execute(output).result()
-                case ForgetSteps():
+                case Call("forget"):
                     worker.runner.abandon()
-                case UseIdleTime():
+                case Call("idle"):
                     worker.runner.idle()
                     ranks.meet(CPU)
-                case BeginCounting():
+                case Call("begin_counting"):
                     worker.begin_counting()
-                case CountExperts():
+                case Call("count_experts"):
                     worker.count_experts()
+                case Call("drop_adapter", (key,)):
+                    worker.adapters.drop(key)
                 case AddAdapter() as adapter:
                     worker.adapters.add(adapter.key, adapter.adapter())
-                case DropAdapter(key):
-                    worker.adapters.drop(key)
 
     def end(self) -> None:
         pass

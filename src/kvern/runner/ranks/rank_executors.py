@@ -81,13 +81,13 @@ class RankedExecutor(Executor):
         """Begin the steps that were submitted: they are begun."""
 
     def begin_counting(self) -> None:
-        self._others.send(wire.BeginCounting())
+        self._others.send(wire.Call("begin_counting"))
         super().begin_counting()
 
     def count_experts(self) -> Callable[[], LayerCounts]:
         count = super().count_experts  # without stages this rank knows of all rows
         return self._others.watched()(
-            count() if self._ranks.stage.count == 1 else self._on_all(wire.CountExperts(), count)
+            count() if self._ranks.stage.count == 1 else self._on_all(wire.Call("count_experts"), count)
         )
 
     def abandon(self) -> None:
@@ -95,28 +95,28 @@ class RankedExecutor(Executor):
         raise self._error from cause
 
     def forget(self) -> None:
-        self._others.send(wire.ForgetSteps())
+        self._others.send(wire.Call("forget"))
         super().forget()
 
     def idle(self) -> bool:
-        self._others.send(wire.UseIdleTime())
+        self._others.send(wire.Call("idle"))
         prepares = super().idle()
         self._ranks.meet(self._worker.device)  # or the first request would wait for what slower ranks have to do yet
         return prepares
 
     def sleep(self) -> int:
-        self._others.send(wire.LeaveMemory())
+        self._others.send(wire.Call("sleep"))
         held = super().sleep()
         self._ranks.meet(self._worker.device)
         return held
 
     def wake(self) -> None:
-        self._others.send(wire.EnterMemory())
+        self._others.send(wire.Call("wake"))
         super().wake()
         self._ranks.meet(self._worker.device)
 
     def map_cache(self, blocks: int) -> int:
-        self._others.send(wire.MapCache(blocks))
+        self._others.send(wire.Call("map_cache", (blocks,)))
         return super().map_cache(blocks)
 
     def add_adapter(self, key: int, adapter: Adapter) -> None:
@@ -124,7 +124,7 @@ class RankedExecutor(Executor):
         super().add_adapter(key, adapter)
 
     def drop_adapter(self, key: int) -> None:
-        self._others.send(wire.DropAdapter(key))
+        self._others.send(wire.Call("drop_adapter", (key,)))
         super().drop_adapter(key)
 
     def read_weights(self, version: str, sources: Sequence[WeightSource]) -> None:
@@ -159,11 +159,11 @@ class RankedExecutor(Executor):
         return [*super().measured(), *others]
 
     def take_weights(self) -> None:
-        self._on_all(wire.TakeWeights(), super().take_weights)
+        self._on_all(wire.Call("take_weights"), super().take_weights)
 
     def drop_weights(self) -> None:
         self._found = []
-        self._others.send(wire.DropWeights())
+        self._others.send(wire.Call("drop_weights"))
         super().drop_weights()
 
 
@@ -190,7 +190,7 @@ class StagedExecutor(RankedExecutor):
             step.begin()
 
     def drop_adapter(self, key: int) -> None:
-        self._others.send(wire.DropAdapter(key))
+        self._others.send(wire.Call("drop_adapter", (key,)))
         self._dropped += (key,)
 
     def _begin(self, output: SchedulerOutput, dropped: Iterable[int]) -> StepResult:

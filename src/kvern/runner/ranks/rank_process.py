@@ -27,21 +27,21 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.ranks.ranks import Ranks
 from kvern.request.step import StepResult
-from kvern.runner.cache_memory import map_blocks
 from kvern.runner.device import resolve_device
-from kvern.runner.executor import tiered
+from kvern.runner.executor import Executor, tiered
 from kvern.runner.plan import Layout
 from kvern.runner.ranks import rank_wire as wire
 from kvern.runner.ranks.rank_limits import rank_of
 from kvern.runner.startup import Startup
 from kvern.runner.tier import Tier
-from kvern.runner.weight_reader import WeightReader
 from kvern.runner.worker import Worker
 from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")
 
 IPC = "ipc://"
+MEETING = ("idle", "sleep", "wake")
+"""Methods after which all ranks wait for each other."""
 LOOK_SECONDS = 0.25
 """The interval at which a rank looks whether the first one lives."""
 READING_MILLISECONDS = 10
@@ -112,10 +112,11 @@ def _make_rank(socket: "zmq.Socket[bytes]") -> Rank:
 
 def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     """Run steps without end. Raises what a step raises: then the ranks do not agree any more."""
-    runner, tier = rank.worker.runner, rank.tier
-    execute = tiered(runner.execute, tier, runner, rank.ranks)
+    worker, runner = rank.worker, rank.worker.runner
+    execute = tiered(runner.execute, rank.tier, runner, rank.ranks)
     in_flight: deque[StepResult] = deque()
-    weights = WeightReader(rank.worker)
+    executor = Executor(worker)  # of all but steps
+    weights = executor.weights
     while True:
         while weights.is_busy:
             if (found := weights.answer()) is not None:
@@ -129,37 +130,18 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                     in_flight.popleft().result()
                 for step, seconds in measured(rank):
                     socket.send(wire.encode(wire.Measured(step, seconds)))
-            case wire.ForgetSteps():
-                in_flight.clear()
-                runner.abandon()
-            case wire.UseIdleTime():
-                runner.idle()
-                rank.ranks.meet(rank.worker.device)
-            case wire.LeaveMemory():
-                weights.settle()
-                rank.worker.sleeping.leave()
-                rank.ranks.meet(rank.worker.device)
-            case wire.EnterMemory():
-                rank.worker.sleeping.enter()
-                rank.ranks.meet(rank.worker.device)
-            case wire.MapCache(blocks):
-                map_blocks(runner.pools, blocks)
+            case wire.Call(method, arguments):
+                if method == "forget":
+                    in_flight.clear()
+                getattr(executor, method)(*arguments)
+                if method in MEETING:
+                    rank.ranks.meet(worker.device)
             case wire.PlaceExperts(placements):
-                rank.worker.place_experts(placements)
-            case wire.BeginCounting():
-                rank.worker.begin_counting()
-            case wire.CountExperts():
-                rank.worker.count_experts()
+                worker.place_experts(placements)
             case wire.AddAdapter() as message:
-                rank.worker.adapters.add(message.key, message.adapter())
-            case wire.DropAdapter(key):
-                rank.worker.adapters.drop(key)
+                worker.adapters.add(message.key, message.adapter())
             case wire.ReadWeights(version, sources):
                 weights.begin(version, sources)
-            case wire.TakeWeights():
-                weights.take()
-            case wire.DropWeights():
-                weights.drop()
 
 
 def measured(rank: Rank) -> list[tuple[int, dict[int, float]]]:

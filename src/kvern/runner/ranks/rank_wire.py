@@ -11,7 +11,7 @@ The tier of the first rank says which pages there are; each rank saves and loads
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -23,6 +23,19 @@ from kvern.request.request import FinishReason, Progress, RequestSpec
 from kvern.request.step import SchedulerOutput
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.plan import FreeMemory, Layout, Plan, ProbedDevice
+
+Method = Literal[
+    "forget",
+    "idle",
+    "sleep",
+    "wake",
+    "map_cache",
+    "begin_counting",
+    "count_experts",
+    "drop_adapter",
+    "take_weights",
+    "drop_weights",
+]
 
 
 class RankMessage(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -62,26 +75,11 @@ class RunStep(RankMessage):
     output: SchedulerOutput
 
 
-class ForgetSteps(RankMessage):
-    """`Executor.forget`."""
+class Call(RankMessage):
+    """A method of `Executor`, which each rank carries out for its own part between the steps before and after it."""
 
-
-class UseIdleTime(RankMessage):
-    """`Runner.idle`."""
-
-
-class LeaveMemory(RankMessage):
-    """`Executor.sleep`."""
-
-
-class EnterMemory(RankMessage):
-    """`Executor.wake`."""
-
-
-class MapCache(RankMessage):
-    """`Executor.map_cache`."""
-
-    blocks: int
+    method: Method
+    arguments: tuple[int, ...] = ()
 
 
 class TakeTurn(RankMessage):
@@ -108,14 +106,6 @@ class PlaceExperts(RankMessage):
     """Between the steps before and after it, the experts of these layers change their places."""
 
     placements: dict[int, Placement]
-
-
-class BeginCounting(RankMessage):
-    """`Executor.begin_counting`."""
-
-
-class CountExperts(RankMessage):
-    """`Executor.count_experts`: stages hand on what they have counted, between the steps before and after it."""
 
 
 class AddAdapter(RankMessage):
@@ -145,25 +135,11 @@ class AddAdapter(RankMessage):
         return Adapter(parts, self.digest)
 
 
-class DropAdapter(RankMessage):
-    """No step loads this adapter any more."""
-
-    key: int
-
-
 class ReadWeights(RankMessage):
     """`Executor.read_weights`; FoundWeights will say what came of it."""
 
     version: str
     sources: list[WeightSource]
-
-
-class TakeWeights(RankMessage):
-    """The steps after it use the weights that were read."""
-
-
-class DropWeights(RankMessage):
-    """`Executor.drop_weights`."""
 
 
 class FoundWeights(RankMessage):
@@ -217,23 +193,7 @@ def _bytes(matrix: torch.Tensor) -> bytearray:
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
 decode_for_rank = msgspec.msgpack.Decoder(
-    LoadWeights
-    | TakeMemory
-    | RunStep
-    | TakeTurn
-    | ForgetSteps
-    | UseIdleTime
-    | LeaveMemory
-    | EnterMemory
-    | MapCache
-    | PlaceExperts
-    | BeginCounting
-    | CountExperts
-    | AddAdapter
-    | DropAdapter
-    | ReadWeights
-    | TakeWeights
-    | DropWeights
+    LoadWeights | TakeMemory | RunStep | TakeTurn | Call | PlaceExperts | AddAdapter | ReadWeights
 ).decode
 decode_for_first = msgspec.msgpack.Decoder(
     IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | FoundWeights | Measured | Failed
