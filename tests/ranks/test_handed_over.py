@@ -20,8 +20,9 @@ from kvern.errors import ConfigError
 from kvern.request.events import TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
+from kvern.serving.choice import LEAST_HANDED_OVER
 from kvern.serving.client import EngineClient
-from kvern.serving.replicas import LEAST_HANDED_OVER, Replica
+from kvern.serving.replicas import Replica
 from kvern.serving.workload import Generation
 from kvern.tiers.host import HostStore
 from tests.support.families import make_checkpoint
@@ -52,7 +53,7 @@ FAMILIES = [
 @pytest.fixture(autouse=True)
 def least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are handed over that are shorter than usual."""
-    monkeypatch.setattr("kvern.serving.replicas.LEAST_HANDED_OVER", 100)
+    monkeypatch.setattr("kvern.serving.choice.LEAST_HANDED_OVER", 100)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ EVERYTHING = [features | {"prefix cache", "preemption", "streaming", "speculatio
 
 @pytest.fixture(autouse=True)
 def hands_over_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvern.serving.replicas.LEAST_HANDED_OVER", 65)
+    monkeypatch.setattr("kvern.serving.choice.LEAST_HANDED_OVER", 65)
 
 
 @dataclass

@@ -115,7 +115,7 @@ def test_the_simulated_memory_keeps_what_a_host_s_memory_keeps(seed: int) -> Non
     dice = random.Random(seed)
     real = HostStore(90_000)
     length = 2000
-    simulated = SimulatedHost(real._layout.cells // -(-length // real._layout.cell), ThreadedClock())
+    simulated = SimulatedHost(real._layout.cells // -(-length // real._layout.cell), length, ThreadedClock())
     names = [bytes([number] * 32) for number in range(60)]
     page = memoryview(bytearray(length))
     for _ in range(600):

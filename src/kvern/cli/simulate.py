@@ -33,6 +33,7 @@ ROWS = {
     "good_share": ".1%",
     "cache_hit_share": ".1%",
     "tier_hit_share": ".1%",
+    "handed_share": ".1%",
     "use": ".1%",
     "preemptions": ",.0f",
 } | {f"p{percent}_{name}_ms": ",.1f" for name in ("ttft", "itl", "e2e") for percent in (50, 90, 99)}
@@ -66,6 +67,8 @@ class SimulateCommand:
     """Groups of engines that are simulated apart, in a process for each core; what that changes is told."""
     kv_cache_tokens: int | None = None
     """Tokens that fit the KV cache of an engine. None: the record's, or an estimate."""
+    split: str | None = None
+    """Engines that compute long prompts and those that answer, such as 1+3. None: all do both."""
     kv_tier: tuple[str, ...] = ()
     """Stores of the KV cache of each engine: host:SIZE or disk:SIZE, with ?bandwidth=6GB&latency=1ms if known."""
     compare: tuple[str, ...] = ()
@@ -106,6 +109,8 @@ class SimulateCommand:
                 condition = changed(condition, name, str(value))
         if self.kv_tier:
             condition = tiered(condition, self.kv_tier)
+        if self.split is not None:
+            condition = changed(condition, "split", self.split)
         conditions = {"": condition}
         if self.compare:
             conditions = {name: each for text in self.compare for name, each in read_compared(text, condition).items()}

@@ -18,6 +18,20 @@ BUSY_TOKENS = 2048
 """An engine with less to compute is not busy, whatever the mean."""
 
 
+LEAST_HANDED_OVER = 256
+"""Tokens of a prompt that an engine has not cached, from which on another computes them for it."""
+MOST_AHEAD = 8
+"""A prompt is computed where it is answered if so many times its tokens wait for the engine that would compute it."""
+
+
+def hands_over(uncached: int, before: int, usual: int) -> bool:
+    """Returns whether another engine computes a prompt of which the one that answers has not cached so many tokens.
+
+    `before`, `usual`: the tokens that wait for the one that would compute it, and for the one that answers.
+    """
+    return uncached >= LEAST_HANDED_OVER and before - usual <= MOST_AHEAD * uncached
+
+
 class Load(NamedTuple):
     """The load of an engine, in the order of preference.
 

@@ -35,7 +35,7 @@ from kvern.request.request import NO_OPTIONS, RequestOptions, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 from kvern.request.weights import weights_prefix
 from kvern.serving.child import EngineProcess
-from kvern.serving.choice import EngineLoads
+from kvern.serving.choice import EngineLoads, hands_over
 from kvern.serving.client_adapters import ClientAdapters, EngineAdapters
 from kvern.serving.client_inputs import ClientInputs
 from kvern.serving.client_weights import ClientWeights
@@ -52,11 +52,6 @@ from kvern.serving.wire import Ready
 from kvern.serving.workload import Generation, Turns, Workload
 
 logger = logging.getLogger("kvern")
-
-LEAST_HANDED_OVER = 256
-"""Tokens of a prompt that an engine has not cached, from which on another computes them for it."""
-MOST_AHEAD = 8
-"""A prompt is computed where it is answered if so many times its tokens wait for the engine that would compute it."""
 
 
 class Replicas:
@@ -509,8 +504,7 @@ class Replicas:
         if len(self) == 1:
             generation.levels = self.index.levels(generation.names)
         before, uncached = min(takers, key=lambda one: one.tokens), self._to_compute(generation, chosen)
-        waits = before.tokens - usual.tokens > MOST_AHEAD * uncached
-        generation.hands_over = uncached >= LEAST_HANDED_OVER and not waits
+        generation.hands_over = hands_over(uncached, before.tokens, usual.tokens)
         return before if generation.hands_over else usual
 
     def _again(self, generation: Generation) -> None:
@@ -554,8 +548,7 @@ class Replicas:
         if before is None or usual is None or not generation.may_hand_over:
             return usual or before
         uncached = self._to_compute(generation, usual)
-        waits = before.workload.tokens - usual.workload.tokens > MOST_AHEAD * uncached
-        generation.hands_over = uncached >= LEAST_HANDED_OVER and not waits
+        generation.hands_over = hands_over(uncached, before.workload.tokens, usual.workload.tokens)
         return before if generation.hands_over else usual
 
     def _to_compute(self, generation: Generation, replica: Replica) -> int:

@@ -22,12 +22,21 @@ from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.engine.step_costs import StepCosts
 from kvern.errors import ConfigError
 from kvern.loads.request import BLOCK_TOKENS, LoadRequest
+from kvern.request.events import TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.simulate.executor import Price, SimulatedExecutor, VirtualClock
 from kvern.simulate.leap import MOST_FLYING, Leaps
 from kvern.simulate.tier_answers import PricedTier
-from kvern.simulate.tiers import ThreadedClock, TieredExecutor, TierSizes, make_tier, page_sizes
+from kvern.simulate.tiers import (
+    SimulatedStore,
+    ThreadedClock,
+    TieredExecutor,
+    TierSizes,
+    make_stores,
+    make_tier,
+    page_sizes,
+)
 from kvern.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -212,6 +221,8 @@ class DrivenEngine:
         timing = CoreTiming(pace=made, clock=clock, sleep=clock.sleep)
         self.leaps: Leaps | None = None
         """Makes several steps at once; None: all are made singly."""
+        self.stores: dict[str, SimulatedStore] = {}
+        """The simulated stores of its tier."""
         self.core = EngineCore(self.scheduler, cast("Executor", executor), sizes.depth, timing=timing)
 
     @property
@@ -236,10 +247,14 @@ class DrivenEngine:
         self.timeline.arrived(spec, arrival)
         self.core.add(spec)
 
-    def step(self, until: float = math.inf) -> None:
-        """Does what the process of an engine does in one turn; the next request arrives then."""
+    def step(self, until: float = math.inf) -> list[TokenEvent]:
+        """Does what the process of an engine does in one turn; the next request arrives then.
+
+        Returns the events of the step, of several at once none.
+        """
         if self.leaps is None or not self.leaps.leap(until):
-            self.core.step()
+            return self.core.step()
+        return []
 
     def run(self, load: Sequence[LoadRequest], prompts: Prompts) -> None:
         """Runs a whole load, in the order of its arrivals."""
@@ -260,8 +275,11 @@ def simulated_engine(
     if sizes.tier is not None:
         threads = ThreadedClock()
         pages = page_sizes(sizes.block_size, sizes.token_bytes, sizes.max_batch_tokens, sizes.on_device)
-        tier = make_tier(sizes.tier, pages, sizes.block_size, threads)
-        return DrivenEngine(sizes, threads, TieredExecutor(threads, price, timeline.ended, tier), timeline, pace)
+        stores = make_stores(sizes.tier, pages, threads)
+        tier = make_tier(sizes.tier, pages, sizes.block_size, threads, stores)
+        engine = DrivenEngine(sizes, threads, TieredExecutor(threads, price, timeline.ended, tier), timeline, pace)
+        engine.stores = stores
+        return engine
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, price, timeline.ended)
     engine = DrivenEngine(sizes, clock, executor, timeline, pace)

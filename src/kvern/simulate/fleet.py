@@ -11,13 +11,14 @@ server's are there to be compared with it.
 import heapq
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from kvern.cache.prefix_names import prompt_names
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
+from kvern.request.events import TokenEvent
 from kvern.request.request import RequestSpec
 from kvern.serving.choice import EngineLoads, Load
 from kvern.serving.engine_cache import CacheTeller
@@ -31,16 +32,21 @@ ROUTERS = "server", "least", "random", "round-robin"
 """The server's own choice, the engine with the fewest tokens to compute, and two that know nothing."""
 
 
+def _answer_tokens(spec: RequestSpec) -> int:
+    """Returns the work of an answer, if this engine gives one."""
+    return 0 if spec.hands_over else answer_tokens(spec)
+
+
 class _Given:
     """A request that an engine has: the tokens to compute for it, and the names that will be cached soon."""
 
     def __init__(self, spec: RequestSpec, uncached: int, expected: Expected | None) -> None:
         self.spec = spec
-        self.tokens = uncached + answer_tokens(spec)
+        self.tokens = uncached + _answer_tokens(spec)
         self.expected = expected
 
 
-class _Member:
+class Member:
     """An engine as the server knows it: what it has to do, and what its last step has told."""
 
     def __init__(self, engine: DrivenEngine, number: int) -> None:
@@ -60,7 +66,7 @@ class Fleet:
     def __init__(self, engines: Sequence[DrivenEngine], router: str = "server", seed: int = 0) -> None:
         if router not in ROUTERS:
             raise ConfigError(f"router is {router!r:.40}: there are {', '.join(ROUTERS)}")
-        self._members = [_Member(engine, number) for number, engine in enumerate(engines)]
+        self._members = [Member(engine, number) for number, engine in enumerate(engines)]
         self._loads, self._index = EngineLoads(), PrefixIndex()
         self._turns = Turns()
         self._due: list[tuple[float, int]] = []
@@ -87,21 +93,33 @@ class Fleet:
     def _advance(self, until: float) -> None:
         """Lets engines take the turns that begin before a moment."""
         while self._due and self._due[0][0] < until:
-            _, number = heapq.heappop(self._due)
-            member = self._members[number]
-            self._settle(member)
-            if member.engine.has_work:
-                member.engine.step(until)
-                member.teller.tell()
-                heapq.heappush(self._due, (member.engine.clock.now, number))
-            else:
-                member.waits = True
+            self._turn(until)
+
+    def _turn(self, until: float) -> None:
+        """Lets the engine whose turn is next do a step."""
+        _, number = heapq.heappop(self._due)
+        member = self._members[number]
+        self._settle(member)
+        if member.engine.has_work:
+            self._told(member, member.engine.step(until))
+            member.teller.tell()
+            heapq.heappush(self._due, (member.engine.clock.now, number))
+        else:
+            member.waits = True
+
+    def _told(self, member: Member, events: Sequence[TokenEvent]) -> None:
+        """An engine has told what a step did; only those who hand prompts over look at it."""
 
     def _give(self, spec: RequestSpec, arrival: float) -> None:
         names = prompt_names(spec) if self._knows else ()
         levels = self._index.levels(names)
-        member = self._members[self._chosen(levels)]
         spec = msgspec.structs.replace(spec, turn=self._turns.take(spec.owner, 1))
+        self._put(spec, arrival, self._members[self._chosen(levels)], names, levels)
+
+    def _put(
+        self, spec: RequestSpec, arrival: float, member: Member, names: Iterable[bytes], levels: Sequence[Level]
+    ) -> None:
+        """Gives an engine a request; `levels`: who has how much of its prefixes, `names`, cached."""
         uncached = spec.prompt_length - cached_tokens(levels, member.number)
         given = _Given(spec, uncached, self._index.expect(member.number, names))
         member.given[f"{spec.request_id}#0"] = given
@@ -124,34 +142,40 @@ class Fleet:
         assert chosen is not None
         return chosen
 
-    def _settle(self, member: _Member) -> None:
+    def _settle(self, member: Member) -> None:
         """Lets the server know what a step has done that has ended now."""
         begun, ended = member.engine.timeline.news()
         for name in begun:
             given = member.given[name]
             self._cached(given)
-            self._turns.began(given.spec.turn, given.spec.owner, 1)
+            if not given.spec.hands_over:
+                self._turns.began(given.spec.turn, given.spec.owner, 1)
             member.tokens -= given.tokens
-            given.tokens = answer_tokens(given.spec)
+            given.tokens = _answer_tokens(given.spec)
             member.tokens += given.tokens
         for name in ended:
-            given = member.given.pop(name)
-            member.tokens -= given.tokens
+            if not member.given[name].spec.hands_over:  # its pages may not be in a store yet
+                member.tokens -= member.given.pop(name).tokens
         if begun or ended:
             self._weigh(member)
         self._hear(member)
+
+    def _remove(self, member: Member, name: str) -> None:
+        """An engine has done what it had to do for another."""
+        member.tokens -= member.given.pop(name).tokens
+        self._weigh(member)
 
     def _cached(self, given: _Given) -> None:
         if given.expected is not None:
             self._index.withdraw(given.expected)
             given.expected = None
 
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, member: Member) -> None:
         for changes in member.told:
             self._index.hear(member.number, changes)
         member.told.clear()
 
-    def _weigh(self, member: _Member) -> None:
+    def _weigh(self, member: Member) -> None:
         full = len(member.given) >= member.engine.scheduler.limits.max_batch_requests
         self._loads.put(Load(full, member.tokens, member.computed, member.number))
 

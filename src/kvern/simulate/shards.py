@@ -31,7 +31,8 @@ class Part(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of some engines: the seconds of their steps, and sums of all engines.
 
-    `hits`: prompt tokens that came from prefix caches; `loaded`: from tiers, None without any.
+    `hits`: prompt tokens that came from prefix caches; `loaded`: from tiers, None without any;
+    `handed`: prompts that were computed for other engines, None where none is.
     """
 
     timelines: list[Timeline]
@@ -39,6 +40,7 @@ class Outcome(NamedTuple):
     hits: int
     loaded: int | None
     preemptions: int
+    handed: int | None = None
 
 
 Simulate = Callable[[Part], Outcome]

@@ -16,10 +16,11 @@ from kvern.simulate.fleet import ROUTERS, Fleet
 from kvern.simulate.prediction import predicted
 from kvern.simulate.report import Slo, by_tenant, figures, series
 from kvern.simulate.shards import Outcome, Part, differences, divided, merged, run_parts, together
+from kvern.simulate.splitting import HOST_OPTION, SplitFleet, peer_tokens, read_split, with_peers
 from kvern.simulate.tier_options import with_tier
 
 SIZED = "policy", "block_size", "max_batch_requests", "max_batch_tokens", "prefix_cache", "kv_cache_tokens"
-COMPARED = *SIZED, "replicas", "router", "tier", "shards"
+COMPARED = *SIZED, "replicas", "router", "tier", "split", "shards"
 """Conditions that `read_compared` knows: fields of `EngineSizes` and of `Condition`."""
 
 
@@ -39,6 +40,8 @@ class Condition(msgspec.Struct, frozen=True):
     replicas: int = 1
     router: str = "server"
     shards: int = 1
+    split: tuple[int, int] | None = None
+    """The numbers of prefill and decode engines; None: all do both."""
 
 
 def read_compared(text: str, base: Condition) -> dict[str, Condition]:
@@ -59,6 +62,8 @@ def changed(base: Condition, name: str, value: str) -> Condition:
     sizes = base.sizes
     if name == "tier":
         return tiered(base, () if value == "none" else value.split("+"))
+    if name == "split":
+        return base if value == "none" else _split(base, read_split(value))
     wanted: bool | str | int = value
     try:
         if name not in ("policy", "router"):
@@ -91,11 +96,21 @@ def tiered(base: Condition, options: Sequence[str]) -> Condition:
     return msgspec.structs.replace(base, sizes=with_tier(base.sizes, options), pace=pace)
 
 
+def _split(base: Condition, split: tuple[int, int]) -> Condition:
+    sizes = with_peers(base.sizes)
+    paced = base if base.pace is not None else tiered(base, [HOST_OPTION])
+    return msgspec.structs.replace(base, sizes=sizes, pace=paced.pace, split=split, replicas=sum(split))
+
+
 def run_once(
     condition: Condition, load: Sequence[LoadRequest], seed: int, slo: Slo, with_series: bool = False
 ) -> dict[str, Any]:
     """Returns the figures of one run, with those over time if wanted. Raises ConfigError if the load does not fit."""
     check_load(load, condition.sizes)
+    if condition.split is not None and (condition.shards > 1 or condition.router != "server"):
+        raise ConfigError(
+            "split divides engines by the server's own choice, and in one group: leave router and shards out"
+        )
     dice = random.Random(f"engines {seed}")
     whole = Part([dice.getrandbits(32) for _ in range(condition.replicas)], [*load])
     simulate = partial(_simulated, condition, seed)
@@ -111,13 +126,20 @@ def run_once(
 def _simulated(condition: Condition, seed: int, part: Part) -> Outcome:
     """Returns the outcome of engines that share requests."""
     engines = [simulated_engine(condition.sizes, condition.price(each), condition.pace) for each in part.seeds]
-    Fleet(engines, condition.router, seed).run(part.load, Prompts())
+    moved, handed = 0, None
+    if condition.split is None:
+        Fleet(engines, condition.router, seed).run(part.load, Prompts())
+    else:
+        fleet = SplitFleet(engines, condition.split[0], seed)
+        fleet.run(part.load, Prompts())
+        moved, handed = peer_tokens(engines), fleet.handed
     return Outcome(
         [engine.timeline for engine in engines],
         [engine.executor.busy for engine in engines],
-        sum(engine.hit_tokens for engine in engines),
-        None if condition.sizes.tier is None else sum(engine.loaded_tokens for engine in engines),
+        sum(engine.hit_tokens for engine in engines) - moved,
+        None if condition.sizes.tier is None else sum(engine.loaded_tokens for engine in engines) - moved,
         sum(engine.scheduler.preemption_count for engine in engines),
+        handed,
     )
 
 
@@ -127,6 +149,8 @@ def _figures(outcome: Outcome, slo: Slo, with_series: bool = False) -> dict[str,
     found["preemptions"] = outcome.preemptions
     if outcome.loaded is not None:
         found["tier_hit_share"] = outcome.loaded / found["prompt_tokens"]
+    if outcome.handed is not None:
+        found["handed_share"] = outcome.handed / found["requests"]
     if with_series:
         found["series"] = series(timelines, outcome.used)
     tenants = by_tenant(timelines, slo)

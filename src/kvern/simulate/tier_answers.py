@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from kvern.cache.messages import Part, TierIndex
-from kvern.request.store_figures import StoreFigures
+from kvern.request.store_figures import StoreFigures, StorePrice
 
 Page = tuple[bytes, Part]
 
@@ -16,6 +16,10 @@ class PricedTier(TierIndex, Protocol):
     """A tier that is told what computing takes: the seconds of a prompt's tokens between two positions."""
 
     computing: Callable[[int, int], float] | None
+
+    def prices(self) -> dict[str, StorePrice]:
+        """Returns the prices of loads, for a router."""
+        ...
 
 
 class NotedTier:
@@ -70,6 +74,10 @@ class NotedTier:
         """See `TierIndex`."""
         return self._tier.figures()
 
+    def prices(self) -> dict[str, StorePrice]:
+        """See `PricedTier`."""
+        return self._tier.prices()
+
 
 class RepeatedTier:
     """Gives the answers that were noted; none is left where other things are asked than then: then it has nothing."""
@@ -110,3 +118,7 @@ class RepeatedTier:
     def figures(self) -> dict[str, StoreFigures]:
         """See `TierIndex`."""
         return {name: StoreFigures() for name in self._stores}
+
+    def prices(self) -> dict[str, StorePrice]:
+        """See `PricedTier`; nothing is chosen by them in a replay of one engine."""
+        return {}

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import mmap
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,8 @@ from kvern.tiers.page_memory import Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.shelf import MOST_WRITING, Shelf
 from kvern.tiers.shelved import Lane
-from kvern.tiers.store import Store
 
-HOST = "host"
+HOST, PEER = "host", "peer"
 SIMULATED = HOST, "disk"
 """Kinds of stores."""
 BATCH_BYTES = 8 << 20
@@ -128,12 +127,13 @@ class VirtualLane(Lane):
 class _Page:
     """A page of a store: its header, and who reads it."""
 
-    __slots__ = ("header", "name", "readers")
+    __slots__ = ("header", "name", "published", "readers")
 
     def __init__(self, name: bytes) -> None:
         self.name = name
         self.header = memoryview(bytearray(HEADER_BYTES))
         self.readers = 0
+        self.published = 0.0
 
     @property
     def parts(self) -> Sequence[memoryview]:
@@ -146,9 +146,11 @@ class SimulatedStore:
     is_local = True
     has_whole_pages = True
 
-    def __init__(self, most: int, clock: ThreadedClock) -> None:
+    def __init__(self, most: int, page: int, clock: ThreadedClock) -> None:
+        """`page`: the bytes of one."""
         self.evicted = 0
         """Pages that made room for others."""
+        self.size = most * page
         self._most, self._clock = most, clock
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()
         self._reserved = 0
@@ -202,7 +204,13 @@ class SimulatedStore:
 
     def _publish(self, page: _Page) -> None:
         self._reserved -= 1
+        page.published = self._clock.now
         self._pages.setdefault(page.name, page)
+
+    def find(self, name: bytes, moment: float) -> _Page | None:
+        """Returns a page that was there at a moment, as others see it who use nothing up."""
+        page = self._pages.get(name)
+        return None if page is None or page.published > moment else page
 
 
 class SimulatedHost(SimulatedStore):
@@ -233,6 +241,40 @@ class SimulatedHost(SimulatedStore):
     def withdraw(self, place: _Page) -> None:
         """See `DirectStore`."""
         self._reserved -= 1
+
+
+class SimulatedPeer(SimulatedStore):
+    """The host memory of other engines, as `PeerStore`: it is read, and nothing of it is kept."""
+
+    is_read_only = True
+
+    def __init__(self, clock: ThreadedClock) -> None:
+        super().__init__(0, 0, clock)
+        self.hosts: list[SimulatedHost] = []
+
+    def _seen(self, name: bytes) -> _Page | None:
+        found = (host.find(name, self._clock.now) for host in self.hosts)
+        return next((page for page in found if page is not None), None)
+
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        return [self._seen(name) is not None for name in names]
+
+    def lend(self, names: Sequence[bytes], lengths: Sequence[int]) -> list[_Page | None]:
+        """See `DirectStore`."""
+        return [self._seen(name) for name in names]
+
+    def give_back(self, places: Sequence[_Page]) -> None:
+        """See `DirectStore`."""
+
+    def reserve(self, name: bytes, length: int) -> _Page | None:
+        """See `DirectStore`."""
+        return None
+
+    def publish(self, place: _Page) -> None:
+        """See `DirectStore`."""
+
+    def withdraw(self, place: _Page) -> None:
+        """See `DirectStore`."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -357,16 +399,26 @@ def _pages_in(store: StoreSizes, pages: PageSizes) -> int:
     return Layout.of(store.size, cell, align).cells // -(-pages.page // cell)
 
 
-def make_tier(sizes: TierSizes, pages: PageSizes, block_size: int, clock: ThreadedClock) -> Tier:
-    """Returns the tier of a simulated engine. Raises ConfigError for stores that hold nothing."""
-    speeds = {store.name: store for store in sizes.stores}
-    nearest = sizes.stores[0]
-    stores: dict[str, Store] = {}
+def make_stores(sizes: TierSizes, pages: PageSizes, clock: ThreadedClock) -> dict[str, SimulatedStore]:
+    """Returns the stores of a simulated engine. Raises ConfigError for stores that hold nothing."""
+    stores: dict[str, SimulatedStore] = {}
     for store in sizes.stores:
+        if store.name == PEER:
+            stores[PEER] = SimulatedPeer(clock)
+            continue
         most = _pages_in(store, pages)
         if not most:
             raise ConfigError(f"kv_tier {store.name} has {store.size} bytes, and a page takes {pages.page}")
-        stores[store.name] = (SimulatedHost if store.name == HOST else SimulatedStore)(most, clock)
+        stores[store.name] = (SimulatedHost if store.name == HOST else SimulatedStore)(most, pages.page, clock)
+    return stores
+
+
+def make_tier(
+    sizes: TierSizes, pages: PageSizes, block_size: int, clock: ThreadedClock, stores: Mapping[str, SimulatedStore]
+) -> Tier:
+    """Returns the tier of a simulated engine."""
+    speeds = {store.name: store for store in sizes.stores}
+    nearest = sizes.stores[0]
 
     def lane(name: str, threads: int) -> Lane:
         return VirtualLane(clock, speeds.get(name.rpartition("-")[0], nearest), name, threads)

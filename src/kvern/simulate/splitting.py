@@ -1,0 +1,128 @@
+"""Prefill and decode engines over a virtual clock: who computes a prompt is decided by the rule of a server.
+
+arrival --hands_over--> prefill engine: the prompt alone, until its pages are in the host's memory
+            |                  |
+            +--> decode engine <--+  which loads the pages from there: the store `peer`
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from kvern.cache.prefix_names import prompt_names
+from kvern.errors import ConfigError
+from kvern.request.events import TokenEvent
+from kvern.request.request import RequestSpec
+from kvern.serving.choice import hands_over
+from kvern.serving.prefix_index import Level
+from kvern.simulate.engine import DrivenEngine, EngineSizes
+from kvern.simulate.fleet import Fleet, Member
+from kvern.simulate.tier_options import with_tier
+from kvern.simulate.tiers import HOST, PEER, SimulatedHost, SimulatedPeer, StoreSizes, TierSizes
+
+HOST_OPTION = "host:32GB"
+"""The memory of each engine for pages that it hands over, if nothing else is said."""
+
+
+def read_split(text: str) -> tuple[int, int]:
+    """Reads 1+3 as the numbers of prefill and of decode engines. Raises ConfigError."""
+    parts = [int(part) if part.isascii() and part.isdecimal() and len(part) < 6 else 0 for part in text.split("+")]
+    if len(parts) != 2 or not all(parts):
+        raise ConfigError(f"split is {text!r:.40}: it must be prefill and decode engines, like 1+3, at least 1 of each")
+    return parts[0], parts[1]
+
+
+def with_peers(sizes: EngineSizes) -> EngineSizes:
+    """Returns engines that read each other's host memory, as fast as their own. Raises ConfigError."""
+    if sizes.tier is None:
+        sizes = with_tier(sizes, [HOST_OPTION])
+    assert sizes.tier is not None
+    stores: list[StoreSizes] = []
+    for store in sizes.tier.stores:
+        stores.append(store)
+        if store.name == HOST:
+            stores.append(msgspec.structs.replace(store, name=PEER, size=0))
+    if len(stores) == len(sizes.tier.stores):
+        raise ConfigError("split needs a kv_tier host, where prefill engines leave pages: give host:SIZE, too")
+    return msgspec.structs.replace(sizes, tier=TierSizes(tuple(stores), sizes.tier.identity))
+
+
+def peer_tokens(engines: Sequence[DrivenEngine]) -> int:
+    """Returns the prompt tokens that engines have loaded from others."""
+    tiers = (engine.executor.tier for engine in engines)
+    return sum(tier.figures()[PEER].hit_tokens for tier in tiers if tier is not None)
+
+
+def _connect(engines: Sequence[DrivenEngine]) -> None:
+    """Lets engines read each other's host memory."""
+    stores = [engine.stores for engine in engines]
+    for own in stores:
+        peer = own[PEER]
+        assert isinstance(peer, SimulatedPeer)
+        others = (each[HOST] for each in stores if each is not own)
+        peer.hosts += [host for host in others if isinstance(host, SimulatedHost)]
+
+
+class SplitFleet(Fleet):
+    """Engines of which the first `prefill` compute prompts for the others."""
+
+    def __init__(self, engines: Sequence[DrivenEngine], prefill: int, seed: int = 0) -> None:
+        super().__init__(engines, "server", seed)
+        self.handed = 0
+        """The prompts that were handed over."""
+        self._prefill = prefill
+        self._alone: dict[str, tuple[RequestSpec, float]] = {}
+        """Requests whose prompts are computed for others, with their arrivals."""
+        self._computed: list[tuple[float, int, str, Member]] = []
+        """Those whose pages are there: the moments at which the server learns of it."""
+        _connect(engines)
+
+    def _advance(self, until: float) -> None:
+        """Lets engines take the turns that begin before a moment, and decode engines go on with prompts."""
+        while True:
+            turn = self._due[0][0] if self._due else math.inf
+            computed = self._computed[0][0] if self._computed else math.inf
+            if min(turn, computed) >= until:
+                return
+            if computed <= turn:
+                moment, _, name, member = heapq.heappop(self._computed)
+                self._hand_over(name, member, moment)
+            else:
+                self._turn(until)
+
+    def _told(self, member: Member, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            if event.finish_reason is not None and event.request_id in self._alone:
+                self.handed += 1
+                heapq.heappush(self._computed, (member.engine.clock.now, self.handed, event.request_id, member))
+
+    def _give(self, spec: RequestSpec, arrival: float) -> None:
+        names = prompt_names(spec)
+        levels = self._index.levels(names)
+        spec = msgspec.structs.replace(spec, turn=self._turns.take(spec.owner, 1))
+        usual, before = (self._cheapest(levels, prefill=prefill) for prefill in (False, True))
+        uncached = spec.prompt_length - self._index.held_tokens(names, usual.number)
+        if hands_over(uncached, before.tokens, usual.tokens):
+            self._alone[f"{spec.request_id}#0"] = spec, arrival
+            self._put(spec.prompt_alone(), arrival, before, names, levels)
+        else:
+            self._put(spec, arrival, usual, names, levels)
+
+    def _hand_over(self, name: str, member: Member, moment: float) -> None:
+        """A prompt is computed: a decode engine goes on."""
+        spec, arrival = self._alone.pop(name)
+        self._settle(member)
+        self._remove(member, name)
+        del member.engine.timeline.answers[name]
+        names = prompt_names(spec)
+        levels = self._index.levels(names)
+        usual = self._cheapest(levels, prefill=False)
+        self._put(spec, moment, usual, names, levels)
+        usual.engine.timeline.answers[name].arrival = arrival
+
+    def _cheapest(self, levels: Sequence[Level], *, prefill: bool) -> Member:
+        found = self._loads.cheapest(levels, lambda number: (number < self._prefill) == prefill)
+        assert found is not None
+        return self._members[found]

@@ -1,0 +1,127 @@
+"""Prefill and decode engines over a virtual clock: long prompts are handed over by a server's rule, and pages move."""
+
+import json
+
+import msgspec
+import pytest
+
+from kvern.cli.main import main
+from kvern.errors import ConfigError
+from kvern.loads.request import LoadRequest
+from kvern.loads.source import read_load
+from kvern.serving.choice import LEAST_HANDED_OVER, MOST_AHEAD, hands_over
+from kvern.simulate.engine import DrivenEngine, Prompts, simulated_engine
+from kvern.simulate.prediction import predicted
+from kvern.simulate.splitting import SplitFleet, read_split, with_peers
+from kvern.simulate.study import Condition, changed, run_once
+from kvern.simulate.tiers import StoreSizes, TierSizes
+from tests.support.simulation import SIZES, EvenPrice
+
+HOST = TierSizes((StoreSizes("host", 1 << 30, 0.05, 1e7, ""),))
+LARGE = with_peers(
+    msgspec.structs.replace(
+        SIZES, blocks=2048, max_model_len=4096, max_batch_tokens=512, token_bytes=1000, tier=HOST, on_device=True
+    )
+)
+
+
+def run(load: list[LoadRequest], prefill: int = 1, decode: int = 1) -> tuple[SplitFleet, list[DrivenEngine]]:
+    pace = predicted(EvenPrice(), has_target=False)
+    engines = [simulated_engine(LARGE, EvenPrice(), pace) for _ in range(prefill + decode)]
+    fleet = SplitFleet(engines, prefill)
+    fleet.run(load, Prompts())
+    fleet.check_integrity()
+    for engine in engines:
+        engine.scheduler.check_integrity()
+        assert all(answer.ended for answer in engine.timeline.answers.values())
+    return fleet, engines
+
+
+def test_long_prompts_are_handed_over_and_short_ones_stay() -> None:
+    lengths = [100, 255, 600, LEAST_HANDED_OVER, 2000, 64]
+    fleet, (before, usual) = run([LoadRequest(100.0 * place, tokens, 5) for place, tokens in enumerate(lengths)])
+    assert fleet.handed == 3 and not before.timeline.answers
+    assert [answer.prompt for answer in usual.timeline.answers.values()] == lengths
+    assert before.timeline.rows == 600 + LEAST_HANDED_OVER + 2000
+    rest = [(tokens - 1) % 64 + 1 for tokens in lengths if tokens >= LEAST_HANDED_OVER]  # no page has the last token
+    assert usual.timeline.rows == 100 + 255 + 64 + sum(rest) + len(lengths) * 4
+
+
+def test_a_prompt_takes_the_prefill_a_transfer_and_a_step() -> None:
+    """Its pages are saved beside the second step of the prefill."""
+    _, (_, usual) = run([LoadRequest(0.0, 513, 2)])
+    [answer] = usual.timeline.answers.values()
+    least = (1 + 5.12) + (1 + 0.01) + (0.05 + 8 * 64 * 1000 / 1e7) + 1.01
+    assert least <= answer.ttft < least + 0.01
+    assert answer.e2e == pytest.approx(answer.ttft + 1.01)
+
+
+def test_the_next_turn_of_a_conversation_stays_where_its_prompt_is() -> None:
+    turns = [
+        LoadRequest(0.0, 600, 8, (1, 2)),
+        LoadRequest(100.0, 700, 8, (1, 2)),
+        LoadRequest(200.0, 1400, 8, (1, 2, 3)),
+    ]
+    fleet, _ = run(turns, 1, 3)
+    assert fleet.handed == 2  # 600 and 800 tokens were new, and 100
+
+
+def test_prompts_are_computed_where_they_are_answered_while_many_wait_for_the_prefill_engine() -> None:
+    assert hands_over(300, 300 * MOST_AHEAD, 0) and not hands_over(300, 300 * MOST_AHEAD + 1, 0)
+    assert hands_over(300, 300 * MOST_AHEAD + 1, 1) and not hands_over(LEAST_HANDED_OVER - 1, 0, 0)
+    fleet, _ = run([LoadRequest(0.0, 1000, 1) for _ in range(40)], 1, 2)
+    assert 8 < fleet.handed < 40
+
+
+def test_a_run_is_the_same_each_time() -> None:
+    load = list(read_load("rate=0.3,requests=60,input=uniform:10:1200,output=uniform:1:20,prefix=512:4:1"))
+    one, other = (
+        [
+            (name, answer.first, answer.last)
+            for engine in run(load, 2, 2)[1]
+            for name, answer in engine.timeline.answers.items()
+        ]
+        for _ in range(2)
+    )
+    assert one == other and len(one) == 60
+
+
+def test_answers_come_more_evenly_beside_long_prompts() -> None:
+    load = list(read_load("rate=0.06,requests=40,input=lognormal:900:0.8:3000,output=40"))
+    base = Condition(msgspec.structs.replace(LARGE, tier=HOST), lambda seed: EvenPrice(), replicas=3)
+    mixed = run_once(base, load, 0, {})
+    split = run_once(changed(base, "split", "1+2"), load, 0, {})
+    assert split["p99_itl_ms"] < 0.5 * mixed["p99_itl_ms"] and split["handed_share"] > 0.5
+    assert split["generated_tokens"] == mixed["generated_tokens"] and split["cache_hit_share"] == 0
+    assert changed(base, "split", "none") is base
+
+
+COMMAND = ["simulate", "kvern-1m", "--roofline", "--hardware", "l4", "--load", "rate=200,requests=30", "--seeds", "1"]
+
+
+def test_the_command_compares_divisions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--replicas", "3", "--compare", "split=none,1+2", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert "handed_share" not in runs["split=none"][0] and runs["split=1+2"][0]["handed_share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--split", "4"], "split is '4': it must be"),
+        (["--split", "0+4"], "at least 1 of each"),
+        (["--split", "1+1", "--kv-tier", "disk:1GB"], "split needs a kv_tier host"),
+        (["--split", "1+1", "--router", "least"], "leave router and shards out"),
+        (["--compare", "split=1+1,x"], "split is 'x'"),
+    ],
+)
+def test_wrong_input_is_refused_in_a_line(more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, *more]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_a_division_is_read() -> None:
+    assert read_split("2+16") == (2, 16)
+    with pytest.raises(ConfigError, match="like 1"):
+        read_split("2+16+1")
