@@ -339,4 +339,4 @@ def test_a_bundle_of_the_embedded_model_is_quantized_served_and_answers(tmp_path
         answer = client.chat.completions.create(model="kvern-1m", messages=QUESTION, temperature=0)
         assert answer.choices[0].message.content == "42"
     finally:
-        server.close()
+        server.stop()
