@@ -48,7 +48,12 @@ def begin(address: str, asked: dict[str, Any]) -> grpcclient.InferenceServerClie
 
     def take(result: Any, error: Any) -> None:
         if error is not None:
-            write({"id": asked["id"], "end": error.message()})
+            write(
+                {
+                    "id": asked["id"],
+                    "end": f"{error.status()}: {error.message()}" if asked["status"] else error.message(),
+                }
+            )
             return
         response = result.get_response()
         found = {output.name: listed(result.as_numpy(output.name).tolist()) for output in response.outputs}
@@ -57,7 +62,7 @@ def begin(address: str, asked: dict[str, Any]) -> grpcclient.InferenceServerClie
         if response.parameters["triton_final_response"].bool_param:
             write({"id": asked["id"], "end": None})
 
-    client.start_stream(take)
+    client.start_stream(take, headers={"triton_grpc_error": "true"} if asked["status"] else None)
     inputs = [tensor(name, value) for name, value in asked["inputs"].items()]
     client.async_stream_infer(
         asked["model"], inputs, enable_empty_final_response=True, parameters=asked.get("parameters")

@@ -109,11 +109,13 @@ class TritonServer:
         self._send({"id": number, **asked})
         return self._answers[number]
 
-    def ask(self, model: str, parameters: dict[str, Any] | None = None, **inputs: Any) -> Answer:
-        """A request over gRPC; `sampling` is written as sampling_parameters."""
+    def ask(
+        self, model: str, parameters: dict[str, Any] | None = None, with_status: bool = False, **inputs: Any
+    ) -> Answer:
+        """A request over gRPC; `sampling` is written as sampling_parameters. An error has its code `with_status`."""
         if "sampling" in inputs:
             inputs["sampling_parameters"] = json.dumps(inputs.pop("sampling"))
-        return self._asked({"model": model, "inputs": inputs, "parameters": parameters})
+        return self._asked({"model": model, "inputs": inputs, "parameters": parameters, "status": with_status})
 
     def config(self, model: str) -> dict[str, Any]:
         """A model's configuration, as Triton has completed it."""

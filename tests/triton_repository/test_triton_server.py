@@ -1,6 +1,11 @@
 """Models of a real Triton Inference Server, which kvern answers."""
 
+import contextlib
 import json
+import os
+import signal
+import socketserver
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,7 @@ import httpx
 import pytest
 
 from kvern.cli.main import main
-from tests.support.served import SMALL, Served, children_of, command_of, eventually, serving
+from tests.support.served import ENGINE, child_of, children_of, command_of, eventually
 from tests.support.triton_server import TritonServer, needs_triton, triton
 
 pytestmark = needs_triton
@@ -25,30 +30,54 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("triton")
 
 
+class Started:
+    """The `kvern serve` that Triton has started for the model `started`."""
+
+    def __init__(self, triton_pid: int) -> None:
+        stubs = children_of(triton_pid)
+        (self.pid,) = [child for stub in stubs for child in children_of(stub) if "kvern\0serve" in command_of(child)]
+        self.socket = Path(command_of(self.pid).split("\0--uds\0")[1].rstrip("\0"))
+
+    def kill_engine(self) -> None:
+        os.kill(child_of(self.pid, ENGINE), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Its engine computes nothing while the block runs."""
+        engine = child_of(self.pid, ENGINE)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGCONT)
+
+
 @pytest.fixture(scope="module")
 def begun(folder: Path) -> Iterator[TritonServer]:
-    """A Triton that starts while kvern does."""
     with triton(folder / "models", folder) as running:
+        options = "--options=--threads 1 --dtype float32 --max-model-len 512"
+        assert main(["triton", MODEL, "--out", str(folder / "models"), "--name", "started", options]) == 0
+        running.wait()
+        running.load("started")
         yield running
 
 
 @pytest.fixture(scope="module")
-def kvern(folder: Path, begun: TritonServer) -> Iterator[Served]:
-    with serving(*SMALL, "--uds", str(folder / "socket")) as served:
-        yield served
+def kvern(begun: TritonServer) -> Started:
+    return Started(begun.process.pid)
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, begun: TritonServer, kvern: Served) -> TritonServer:
-    assert main(["triton", MODEL, "--out", str(folder / "models"), "--socket", str(folder / "socket")]) == 0
-    begun.wait()
+def server(folder: Path, begun: TritonServer, kvern: Started) -> TritonServer:
+    assert main(["triton", MODEL, "--out", str(folder / "models"), "--socket", str(kvern.socket)]) == 0
     begun.load(MODEL)
     return begun
 
 
 @pytest.fixture(scope="module")
-def http(folder: Path, kvern: Served) -> Iterator[httpx.Client]:
-    transport = httpx.HTTPTransport(uds=str(folder / "socket"))
+def http(kvern: Started) -> Iterator[httpx.Client]:
+    transport = httpx.HTTPTransport(uds=str(kvern.socket))
     with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
         yield client
 
@@ -127,7 +156,7 @@ def test_wrong_requests_are_refused(server: TritonServer, inputs: dict[str, Any]
     assert (status, json.loads(content)["error"]) == (400, str(error.value))
 
 
-def test_a_cancelled_stream_frees_its_blocks(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
+def test_a_cancelled_stream_frees_its_blocks(server: TritonServer, kvern: Started, http: httpx.Client) -> None:
     with kvern.held():
         answers = [server.ask(MODEL, text_input="Once", stream=stream, sampling=STORY) for stream in (True, False)]
         eventually(lambda: running(http) == 2)
@@ -152,7 +181,7 @@ def test_a_stream_over_http_that_is_closed_ends(server: TritonServer, http: http
     eventually(one_is_cut)
 
 
-def test_an_engine_that_is_killed_changes_no_text(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
+def test_an_engine_that_is_killed_changes_no_text(server: TritonServer, kvern: Started, http: httpx.Client) -> None:
     expected = asked(http, prompt="Once", **STORY)["choices"][0]["text"]
     with kvern.held():
         answer = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)
@@ -162,11 +191,14 @@ def test_an_engine_that_is_killed_changes_no_text(server: TritonServer, kvern: S
 
 
 def figures(text: str) -> dict[str, float]:
-    """kvern's metrics by name and labels."""
+    """kvern's metrics by name and labels: of Triton's those of the model."""
     lines = [
         line.rpartition(" ") for line in text.splitlines() if line.startswith("kvern:") and "_created{" not in line
     ]
-    return {name: float(value) for name, _, value in lines}
+    mine = f',triton_model="{MODEL}"'
+    return {
+        name.replace(mine, ""): float(value) for name, _, value in lines if "triton_model" not in name or mine in name
+    }
 
 
 def test_metrics_are_those_of_kvern(server: TritonServer, http: httpx.Client) -> None:
@@ -183,7 +215,7 @@ def test_metrics_are_those_of_kvern(server: TritonServer, http: httpx.Client) ->
     eventually(lambda: not others())
 
 
-def test_unloading_lets_streams_end(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
+def test_unloading_lets_streams_end(server: TritonServer, kvern: Started, http: httpx.Client) -> None:
     with kvern.held():
         answer = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)
         eventually(lambda: running(http) == 1)
@@ -194,12 +226,12 @@ def test_unloading_lets_streams_end(server: TritonServer, kvern: Served, http: h
     assert server.ask(MODEL, text_input="Hello", sampling=GREEDY).text()
 
 
-def test_a_configuration_is_short_and_completed(server: TritonServer, folder: Path) -> None:
+def test_a_configuration_is_short_and_completed(server: TritonServer, kvern: Started, folder: Path) -> None:
     written = (folder / "models" / MODEL / "config.pbtxt").read_text()
     assert len(written.splitlines()) <= 5
     config = server.config(MODEL)
     assert config["backend"] == "python" and config["model_transaction_policy"] == {"decoupled": True}
-    assert config["parameters"] == {"socket": {"string_value": str(folder / "socket")}}
+    assert config["parameters"] == {"socket": {"string_value": str(kvern.socket)}}
     assert "max_batch_size" not in config  # 0: it is left out
     inputs = {item["name"]: item["data_type"] for item in config["input"] if item["optional"]}
     assert inputs.keys() >= {
@@ -214,9 +246,9 @@ def test_a_configuration_is_short_and_completed(server: TritonServer, folder: Pa
 
 
 @pytest.fixture(scope="module")
-def tokens(server: TritonServer, folder: Path) -> TritonServer:
+def tokens(server: TritonServer, kvern: Started, folder: Path) -> TritonServer:
     """The models of the TensorRT-LLM backend."""
-    arguments = ["--like", "tensorrtllm", "--socket", str(folder / "socket")]
+    arguments = ["--like", "tensorrtllm", "--socket", str(kvern.socket)]
     assert main(["triton", MODEL, "--out", str(folder / "models"), *arguments]) == 0
     server.load("ensemble")
     return server
@@ -265,31 +297,40 @@ def test_tokens_that_are_wrong_are_refused(tokens: TritonServer) -> None:
         list(tokens.ask("ensemble", text_input=[["a"]], max_tokens=[[4]], temperature=[[-1.0]]))
 
 
-def test_a_server_that_is_gone_is_unavailable(server: TritonServer, kvern: Served, http: httpx.Client) -> None:
-    """It is the last test: the server of all others ends."""
-    with kvern.held():
-        answer = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)
-        eventually(lambda: running(http) == 1)
-        kvern.process.kill()
-        with pytest.raises(RuntimeError, match="kvern's server ended before the answer was complete"):
-            answer.text()
-    kvern.process.wait()
-    with pytest.raises(RuntimeError, match=r"kvern does not answer at .*socket"):
-        server.ask(MODEL, text_input="Once", sampling=STORY).text()
+class HalfAnswers(socketserver.StreamRequestHandler):
+    """A server that is ready, and whose streams end after their first piece; nothing is there for metrics."""
+
+    def handle(self) -> None:
+        head = self.rfile.readline()
+        if b"/ping" in head:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        elif b"/v1/completions" in head:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+            self.wfile.write(b'data: {"choices": [{"index": 0, "text": "half", "finish_reason": null}]}\n\n')
 
 
-def test_triton_starts_kvern_and_ends_it(begun: TritonServer, folder: Path) -> None:
-    begun.wait()
-    options = "--options=--threads 1 --dtype float32 --max-model-len 512"
-    assert main(["triton", MODEL, "--out", str(folder / "models"), "--name", "started", options]) == 0
-    begun.load("started")
-    assert begun.ask("started", text_input="Hello", stream=True, sampling=GREEDY).text()
-    (process,) = servers(begun)
-    begun.load("started", "unload")
-    eventually(lambda: not Path(f"/proc/{process}").exists())
+def test_an_answer_that_is_cut_off_is_an_error(begun: TritonServer, folder: Path) -> None:
+    with socketserver.ThreadingUnixStreamServer(str(folder / "half"), HalfAnswers) as half:
+        thread = threading.Thread(target=half.serve_forever)
+        thread.start()
+        arguments = ["--name", "half", "--socket", str(folder / "half")]
+        assert main(["triton", MODEL, "--out", str(folder / "models"), *arguments]) == 0
+        begun.load("half")
+        pieces = iter(begun.ask("half", text_input="Once", stream=True))
+        assert next(pieces)["text_output"] == ["half"]
+        with pytest.raises(RuntimeError, match="kvern's server ended before the answer was complete: ask again"):
+            next(pieces)
+        begun.load("half", "unload")
+        half.shutdown()
+        thread.join()
 
 
-def servers(server: TritonServer) -> list[int]:
-    """The processes `kvern serve` that Triton has started."""
-    stubs = children_of(server.process.pid)
-    return [child for stub in stubs for child in children_of(stub) if "kvern\0serve" in command_of(child)]
+def test_unloading_ends_the_server_and_then_its_other_models_are_unavailable(
+    server: TritonServer, kvern: Started
+) -> None:
+    """It is the last test: kvern has ended, and Triton breaks by its own fault once it has told a code."""
+    server.load("started", "unload")
+    eventually(lambda: not Path(f"/proc/{kvern.pid}").exists())
+    assert not kvern.socket.parent.exists()
+    with pytest.raises(RuntimeError, match=r"StatusCode.UNAVAILABLE: kvern does not answer at .*socket"):
+        server.ask(MODEL, with_status=True, text_input="Once").text()

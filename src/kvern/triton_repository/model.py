@@ -241,17 +241,18 @@ class Request(asyncio.Protocol):
         with contextlib.suppress(IndexError):
             while True:
                 news.append(self._news.popleft())
-        flags = FINAL if ended else 0
-        if ended and self._error is not None:
-            self.sender.send(error_response(*self._error), flags=flags)
-        elif news:
+        error = self._error if ended else None
+        if news:
             self.begun = True
             tensors = [
                 pb_utils.Tensor(name, np.array(values, TYPES[kind])) for name, kind, values in self.outputs(news)
             ]
-            self.sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
-        elif ended:
-            self.sender.send(flags=flags)
+            response = pb_utils.InferenceResponse(output_tensors=tensors)
+            self.sender.send(response, flags=FINAL if ended and error is None else 0)
+        if error is not None:
+            self.sender.send(error_response(*error), flags=FINAL)
+        elif ended and not news:
+            self.sender.send(flags=FINAL)
         return ended
 
     def outputs(self, news: Sequence[dict[str, Any]]) -> Any:
@@ -334,9 +335,11 @@ def fetch(path: str, route: str, body: bytes | None = None) -> tuple[int, bytes]
 
 
 class Figures:
-    """kvern's metrics as metrics of Triton, under the same names and labels. Buckets of histograms are counters."""
+    """kvern's metrics as metrics of Triton, under the same names and labels and with that of Triton's model, as several
+    may ask one server. Buckets of histograms are counters."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self._model = model
         self._families: dict[str, Any] = {}
         self._metrics: dict[str, tuple[Any, float]] = {}
         self.waiting: dict[str, float] = {}
@@ -377,7 +380,7 @@ class Figures:
             self._metrics.pop(name, None)
             metric = None  # Triton's metric ends before its successor begins
             read = {key: json.loads(f'"{text}"') for key, text in LABEL.findall(labels)}
-            metric, before = self._families[base].Metric(labels=read), 0.0
+            metric, before = self._families[base].Metric(labels=read | {"triton_model": self._model}), 0.0
         if kind == "COUNTER":
             metric.increment(value - before)
         else:
@@ -426,7 +429,7 @@ class TritonPythonModel:
         """Pieces of answers that have come."""
         self.told: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._requests: dict[Request, None] = {}
-        self._figures = Figures()
+        self._figures = Figures(args["model_name"])
         self._loop = asyncio.new_event_loop()
         self._scraping = self._loop.create_task(self._scrape())
         self._threads = [threading.Thread(target=run) for run in (self._serve, self._send)]
