@@ -224,7 +224,7 @@ def divided(model: Model, engines: int, workload: Workload) -> list[Roles]:
 def test_prefill_engines_are_weighed_by_what_they_give_and_cost(models: dict[str, Model]) -> None:
     workload = Workload(32, 8192, 128)
     both, apart = divided(models["8b"], 2, workload)
-    assert (both.name, apart.name) == ("2 do both", "1 + 1")
+    assert (both.name, apart.name) == ("2 do both", "1 prefill + 1 decode")
     assert both.rate == estimate(models["8b"], CARDS["h200"], Split(1, 2), workload).rate
     assert apart.between < both.between / 10 and apart.first_short < both.first_short
     assert apart.first_long > both.first_long, "all prompts wait for one engine"
@@ -234,7 +234,12 @@ def test_prefill_engines_are_weighed_by_what_they_give_and_cost(models: dict[str
     assert "would give 35% fewer tokens/s" in advice([both, apart])
     assert advice(divided(models["8b"], 2, Workload(16, 30_000, 1000))).startswith("Prefill engines pay by")
     assert advice(divided(models["8b"], 2, Workload(1, 8192, 128))).startswith("Prefill engines do not pay by")
-    assert [item.name for item in divided(models["8b"], 4, workload)] == ["4 do both", "1 + 3", "2 + 2", "3 + 1"]
+    assert [item.name for item in divided(models["8b"], 4, workload)] == [
+        "4 do both",
+        "1 prefill + 3 decode",
+        "2 prefill + 2 decode",
+        "3 prefill + 1 decode",
+    ]
 
 
 def test_no_division_answers_more_requests_than_there_are(models: dict[str, Model]) -> None:

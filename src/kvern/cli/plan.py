@@ -121,7 +121,7 @@ class PlanCommand:
         if not divided:
             return
         table = make_table(
-            "prefill + decode",
+            "engines",
             "tokens/s",
             f"TTFT ms, {SHORT_TOKENS} tokens",
             f"TTFT ms, {self.input:,}",

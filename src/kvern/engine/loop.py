@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvern.runner.ranks.experts import LayerCounts
 
 logger = logging.getLogger("kvern")
-LOADING_SECONDS = 0.001
+LOADING_SECONDS = 0.0005
 """Seconds that an engine rests while all of its requests wait for loads, before it looks again."""
 
 

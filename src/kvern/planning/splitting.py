@@ -50,7 +50,7 @@ class Roles:
     @property
     def name(self) -> str:
         """The numbers of engines, for people."""
-        return f"{self.prefill} + {self.decode}" if self.prefill else f"{self.decode} do both"
+        return f"{self.prefill} prefill + {self.decode} decode" if self.prefill else f"{self.decode} do both"
 
 
 def roles(model: Model, card: Card, found: Sequence[Estimate], workload: Workload) -> list[Roles]:
