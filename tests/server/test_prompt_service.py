@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -20,7 +21,18 @@ from kvern.request.sampling_params import ResolvedParams
 from kvern.serving import prompt_service
 from kvern.serving.prefill_servers import PrefillServer, prompts_address
 from kvern.serving.prompt_service import PromptService
-from kvern.serving.wire import AddRequest, Busy, Events, Failed, Ready, Start, WireMessage, decode_for_server, encode
+from kvern.serving.wire import (
+    AdaptersKept,
+    AddRequest,
+    Busy,
+    Events,
+    Failed,
+    Ready,
+    Start,
+    WireMessage,
+    decode_for_server,
+    encode,
+)
 from kvern.serving.workload import Generation, Turns
 from kvern.spec.facts import ModelFacts
 from kvern.text.tokenizer import Tokenizer
@@ -52,8 +64,11 @@ class Engines:
         self.may_end = asyncio.Event()
         self.computing = asyncio.Event()
         self.ended: list[str] = []
+        self.adapters: dict[bytes, str] = {}
+        self.adapter: str | None = None
 
-    async def compute(self, spec: RequestSpec) -> None:
+    async def compute(self, spec: RequestSpec, adapter: str | None) -> None:
+        self.adapter = adapter
         self.computing.set()
         try:
             await self.may_end.wait()
@@ -77,7 +92,7 @@ class Peer:
         """The next message that is no sign of life."""
         async with asyncio.timeout(WORD_SECONDS):
             message: WireMessage = Busy()
-            while isinstance(message, Busy):
+            while isinstance(message, Busy | AdaptersKept):
                 message = decode_for_server(await self.socket.recv())
             return message
 
@@ -85,7 +100,9 @@ class Peer:
 @asynccontextmanager
 async def listening(engines: Engines) -> AsyncIterator[tuple[PromptService, Peer, tuple[str, int]]]:
     address = f"127.0.0.1:{free_port()}"
-    service = PromptService(prefilling(address), lambda: READY, lambda: engines.trouble, engines.compute)
+    service = PromptService(
+        prefilling(address), lambda: READY, lambda: engines.trouble, engines.compute, lambda: engines.adapters
+    )
     service.start()
     peer = Peer(zmq.DEALER, prompts_address(address))
     try:
@@ -167,7 +184,7 @@ def test_servers_that_cannot_read_the_pages_are_refused(told: dict[str, str], re
 def test_a_start_that_failed_fails_again_and_then_listens() -> None:
     async def run() -> None:
         address = f"127.0.0.1:{free_port()}"
-        service = PromptService(prefilling(address), lambda: READY, lambda: None, Engines().compute)
+        service = PromptService(prefilling(address), lambda: READY, lambda: None, Engines().compute, dict)
         taken = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         host, port = prompts_address(address)
         taken.bind(f"tcp://{host}:{port}")
@@ -197,7 +214,7 @@ def test_a_prompt_that_cannot_be_computed_fails_with_the_reason() -> None:
     async def run() -> None:
         engines = Engines()
 
-        async def broken(spec: RequestSpec) -> None:
+        async def broken(spec: RequestSpec, adapter: str | None) -> None:
             raise RuntimeError("a fault of the test")
 
         async with listening(engines) as (service, peer, _):
@@ -277,6 +294,45 @@ def test_a_prefill_server_changes_no_answers(tiny_model: Path) -> None:
         assert not server.workload.running and not again and computed.empty()
         await server.stop()
         peer.socket.close()
+
+    asyncio.run(run())
+
+
+def test_prompts_with_adapters_are_computed_where_the_same_files_are_loaded(tiny_model: Path) -> None:
+    """Whatever key and name they have there; why another one is not handed over is said."""
+
+    async def run() -> None:
+        engines = Engines()
+        engines.may_end.set()
+        engines.adapters = {b"first": "one"}
+        outputs, computed = OutputProcessor(Tokenizer(tiny_model)), asyncio.Queue[Generation]()
+        again, digests = asyncio.Queue[Generation](), {None: b"", 7: b"first", 8: b"second"}
+
+        def asked(name: str, adapter: int | None) -> Generation:
+            spec = msgspec.structs.replace(prompt(name).spec, adapter=adapter)
+            return Generation(outputs.add(None, spec), spec, asyncio.Event(), 0.0, False)
+
+        async with listening(engines) as (_, _, address):
+            option = f"{address[0]}:{address[1] - 1}"
+            hooks = again.put_nowait, computed.put_nowait, digests.__getitem__
+            server = PrefillServer(option, outputs, Turns(), Metrics("m"), *hooks)
+            server.start(READY.pages)
+            plain, first, second = asked("1-1", None), asked("1-2", 7), asked("1-3", 8)
+            assert not server.refuses(second), "it is gone, which /ready tells"
+            async with asyncio.timeout(WORD_SECONDS):
+                while not server.takes(first):
+                    await asyncio.sleep(0)
+                assert server.takes(plain) and not server.takes(second)
+                assert server.refuses(second) == "it has not its adapter" and not server.refuses(first)
+                for generation in (plain, first):
+                    generation.hands_over = True
+                    server.workload.take(generation)
+                    assert await computed.get() is generation
+                    assert engines.adapter == (None if generation is plain else "one")
+                second.hands_over = True
+                server.workload.take(second)  # it was unloaded meanwhile
+                assert await again.get() is second and "its adapter is not loaded" in server.workload.fate
+            await server.stop()
 
     asyncio.run(run())
 

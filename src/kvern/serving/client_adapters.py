@@ -120,6 +120,12 @@ class ClientAdapters:
         self._unloaded: list[NamedAdapter] = []
         """Adapters that no new request may use, but running ones do."""
 
+    @property
+    def named(self) -> dict[bytes, str]:
+        """The names of the adapters that engines have read, by their digests."""
+        digests = [engine.digests for engine in self._engines()]
+        return {of[one.key]: one.name for one in self.names.all() for of in digests if one.key in of}
+
     async def load(self, name: str, path: str) -> None:
         """Have the engines read the adapter in a folder, for requests to use.
 

@@ -15,7 +15,17 @@ from kvern.observe.metrics import Metrics
 from kvern.request.events import TokenEvent
 from kvern.serving.prefix_index import EnginePrefixes, PrefixIndex
 from kvern.serving.probation import Probation
-from kvern.serving.wire import Events, Failed, Ready, Start, WireMessage, decode_for_server, encode
+from kvern.serving.wire import (
+    AdaptersKept,
+    AddRequest,
+    Events,
+    Failed,
+    Ready,
+    Start,
+    WireMessage,
+    decode_for_server,
+    encode,
+)
 from kvern.serving.workload import Generation, Turns, Workload, generation_id
 from kvern.tiers.remote_pages import connect, peer_secret, read_address, resolved
 from kvern.version import __version__
@@ -36,7 +46,8 @@ def prompts_address(option: str) -> tuple[str, int]:
 class PrefillServer:
     """The connection to one of them, which is made again whenever it is lost, and the prompts that it computes.
 
-    `again` gives a prompt to another engine, if the connection is lost; `computed` one that is computed.
+    `again` gives a prompt to another engine, if the connection is lost; `computed` one that is computed. `digest`: of
+    an adapter, by its key.
     """
 
     def __init__(
@@ -47,6 +58,7 @@ class PrefillServer:
         metrics: Metrics,
         again: Callable[[Generation], None],
         computed: Callable[[Generation], None],
+        digest: Callable[[int | None], bytes] = lambda _: b"",
     ) -> None:
         """`option`: HOST:PORT. Raises ValueError."""
         self.name = option
@@ -54,6 +66,8 @@ class PrefillServer:
         self._secret = peer_secret()
         self._pages = ""
         self._again = again
+        self._digest = digest
+        self._adapters: frozenset[bytes] = frozenset()
         self._socket: zmq.asyncio.Socket | None = None
         self._ready: Ready | None = None
         self._task: asyncio.Task[None] | None = None
@@ -102,14 +116,27 @@ class PrefillServer:
         return 0 if self._ready is None else self._ready.sequences
 
     def takes(self, generation: Generation) -> bool:
-        """Returns whether it may compute a prompt: it reads no adapters, and may have a shorter context."""
-        if self._ready is None or not generation.may_hand_over or generation.spec.adapter is not None:
+        """Returns whether it may compute a prompt: it may have a shorter context, and lack its adapter."""
+        if self._ready is None or not generation.may_hand_over:
             return False
-        return generation.spec.prompt_length < self._ready.max_model_len
+        return generation.spec.prompt_length < self._ready.max_model_len and not self._lacks_adapter(generation)
+
+    def refuses(self, generation: Generation) -> str:
+        """Returns why it does not compute a prompt that is to be handed over; empty: it does, or is gone."""
+        if self._ready is None or self.takes(generation):
+            return ""
+        lacks = self._lacks_adapter(generation)
+        return f"it has {'not its adapter' if lacks else f'a context of {self._ready.max_model_len} tokens'}"
+
+    def _lacks_adapter(self, generation: Generation) -> bool:
+        key = generation.spec.adapter
+        return key is not None and self._digest(key) not in self._adapters
 
     def send(self, message: WireMessage) -> None:
         """Sends a message, if there is somebody to hear it."""
         if self._socket is not None:
+            if isinstance(message, AddRequest):
+                message.adapter = self._digest(message.spec.adapter)
             self._socket.send(encode(message))
 
     def start(self, pages: str) -> None:
@@ -162,6 +189,8 @@ class PrefillServer:
             if isinstance(message, Ready):
                 self._ready = message
                 logger.info("the prefill server %s takes prompts", self.name)
+            elif isinstance(message, AdaptersKept):
+                self._adapters = frozenset(message.digests)
             elif isinstance(message, Failed):
                 raise KvernError(message.reason)
             elif isinstance(message, Events):

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 import zmq
@@ -14,8 +14,8 @@ from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import RequestSpec
 from kvern.serving.prefill_servers import prompts_address
 from kvern.serving.wire import (
+    AdaptersKept,
     AddRequest,
-    Busy,
     Events,
     Failed,
     FinishRequests,
@@ -37,8 +37,8 @@ BEAT_SECONDS = 1.0
 class PromptService:
     """Listens behind `config.kv_tier_listen` if the server's role is prefill.
 
-    `trouble` says why no engine takes prompts, if so. `compute` prepares a prompt and waits until engines have
-    computed it.
+    `trouble` says why no engine takes prompts, if so. `compute` prepares a prompt, with the adapter of a name, and
+    waits until engines have computed it. `adapters`: the names of those that engines have read, by their digests.
     """
 
     def __init__(
@@ -46,12 +46,14 @@ class PromptService:
         config: EngineConfig,
         ready: Callable[[], Ready],
         trouble: Callable[[], str | None],
-        compute: Callable[[RequestSpec], Awaitable[None]],
+        compute: Callable[[RequestSpec, str | None], Awaitable[None]],
+        adapters: Callable[[], Mapping[bytes, str]],
     ) -> None:
         self._config = config
         self._ready = ready
         self._trouble = trouble
         self._compute = compute
+        self._adapters = adapters
         self._socket: zmq.asyncio.Socket | None = None
         self._peers: set[bytes] = set()
         self._task: asyncio.Task[None] | None = None
@@ -102,7 +104,7 @@ class PromptService:
             trouble = self._trouble()
             for peer in [*self._peers]:
                 if trouble is None:
-                    await self._send(peer, Busy())
+                    await self._send(peer, AdaptersKept([*self._adapters()]))
                 else:
                     await self._refuse(peer, trouble)
 
@@ -143,7 +145,7 @@ class PromptService:
             await self._greet(peer, message)
         elif isinstance(message, AddRequest) and peer in self._peers:
             place = peer, message.spec.request_id
-            task = self._prompts[place] = asyncio.create_task(self._answer(*place, message.spec))
+            task = self._prompts[place] = asyncio.create_task(self._answer(*place, message))
             task.add_done_callback(lambda _: self._prompts.pop(place, None))
         elif isinstance(message, FinishRequests):
             for name in message.request_ids:
@@ -168,6 +170,7 @@ class PromptService:
             return
         self._peers.add(peer)
         await self._send(peer, ready)
+        await self._send(peer, AdaptersKept([*self._adapters()]))
 
     def _check(self, spec: RequestSpec) -> None:
         """Raises InvalidRequest if engines here cannot compute a prompt."""
@@ -177,12 +180,16 @@ class PromptService:
         if not all(0 <= token < ready.model.vocab_size for token in spec.prompt.token_ids):
             raise InvalidRequest(f"it has tokens outside of the vocabulary of {ready.model.vocab_size}")
 
-    async def _answer(self, peer: bytes, name: str, spec: RequestSpec) -> None:
+    async def _answer(self, peer: bytes, name: str, asked: AddRequest) -> None:
         """Computes a prompt, and says that it has, or why not."""
         ended = TokenEvent(f"{name}#0", finish_reason="length")
         try:
-            self._check(spec)
-            await self._compute(msgspec.structs.replace(spec.prompt_alone(), request_id=f"{peer.hex()}-{name}"))
+            self._check(asked.spec)
+            adapter = self._adapters().get(asked.adapter)
+            if asked.spec.adapter is not None and adapter is None:
+                raise InvalidRequest("its adapter is not loaded")
+            spec = msgspec.structs.replace(asked.spec.prompt_alone(), request_id=f"{peer.hex()}-{name}")
+            await self._compute(spec, adapter)
         except Exception as error:
             if not isinstance(error, KvernError):
                 logger.exception("a prompt of another server meets a fault")

@@ -94,18 +94,20 @@ class Replicas:
         self._numbered = {replica.number: replica for replica in self}
         self._changing = asyncio.Lock()
         self._sharing = PageSharing(config)
-        self._prompts = PromptService(config, lambda: self.ready, lambda: self.trouble, self._compute)
+        self.adapters = ClientAdapters(
+            names, self._engine_adapters, self._adapter_keys, self.until_available, self._handed_keys
+        )
+        self._prompts = PromptService(
+            config, lambda: self.ready, lambda: self.trouble, self._compute, lambda: self.adapters.named
+        )
         metrics = self._replicas[0].metrics
         try:
             self._servers = [
-                PrefillServer(server, outputs, self.turns, metrics, self._again, self.go_on)
+                PrefillServer(server, outputs, self.turns, metrics, self._again, self.go_on, self._digest)
                 for server in config.prefill_server
             ]
         except ValueError as error:
             raise ConfigError(f"prefill_server is {', '.join(config.prefill_server)}: {error}") from error
-        self.adapters = ClientAdapters(
-            names, self._engine_adapters, self._adapter_keys, self.until_available, self._handed_keys
-        )
         files = WeightFiles(config)
         self.weights = ClientWeights(lambda: [replica.weights for replica in self], self.until_available, files)
 
@@ -497,26 +499,35 @@ class Replicas:
     def _workload(self, generation: Generation) -> Workload:
         """Returns the workload of the engine for a request, or of a server that computes its prompt before."""
         chosen = self._chosen(generation)
-        usual = chosen.workload
         takers = [server.workload for server in self._servers if server.takes(generation)]
-        if not takers or weights_prefix(self.weights.version):  # they have the weights of the model's folder
-            return usual
+        if not self._servers or weights_prefix(self.weights.version):  # they have the weights of the model's folder
+            return chosen.workload
         if len(self) == 1:
             generation.levels = self.index.levels(generation.names)
-        before, uncached = min(takers, key=lambda one: one.tokens), self._to_compute(generation, chosen)
-        generation.hands_over = hands_over(uncached, before.tokens, usual.tokens)
-        return before if generation.hands_over else usual
+        uncached = self._to_compute(generation, chosen)
+        if not takers:
+            if generation.served is not None and generation.may_hand_over and hands_over(uncached, 0, 0):
+                for one in self._servers:
+                    if reason := one.refuses(generation):
+                        generation.served.refused(one.name, reason)
+            return chosen.workload
+        before = min(takers, key=lambda one: one.tokens)
+        generation.hands_over = hands_over(uncached, before.tokens, chosen.workload.tokens)
+        return before if generation.hands_over else chosen.workload
 
     def _again(self, generation: Generation) -> None:
         """The server that was to compute a prompt is gone."""
         assert generation.workload is not None
         generation.workload.give(generation, self._chosen(generation).workload)
 
-    async def _compute(self, spec: RequestSpec) -> None:
-        """Compute a prompt for another server. Raises EngineDied, RequestFailed or EngineUnavailable."""
+    async def _compute(self, spec: RequestSpec, adapter: str | None) -> None:
+        """Compute a prompt for another server, with the adapter of this name.
+
+        Raises EngineDied, RequestFailed, EngineUnavailable or InvalidRequest.
+        """
         await self.until_available()
         news = asyncio.Event()
-        generation = self.prepare(spec, None, news=news, asked=time.monotonic(), patient=True)
+        generation = self.prepare(spec, None, news=news, asked=time.monotonic(), patient=True, adapter=adapter)
         self.go_on(generation)
         async for _ in self.follow([generation], news):
             pass

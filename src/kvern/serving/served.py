@@ -137,6 +137,11 @@ class ServedRequest:
             self.passages.append(passage)
         return passage
 
+    def refused(self, engine: str, reason: str) -> None:
+        """An engine that computes prompts for others does not take this one."""
+        if len(self.passages) < MOST_RECORDS:
+            self.passages.append(Passage(engine, self.seconds, self.seconds, reason))
+
     def lost(self, passage: Passage, reason: str) -> None:
         """The engine gives a prompt up that has not ended."""
         passage.until = self.seconds

@@ -37,6 +37,8 @@ class AddRequest(WireMessage):
 
     spec: RequestSpec
     progress: list[Progress] = []
+    adapter: bytes = b""
+    """The digest of its adapter, for another server, where adapters have other keys."""
 
 
 class FinishRequests(WireMessage):
@@ -183,6 +185,12 @@ class AdapterRead(WireMessage):
     """Names its content in the namespaces of cached blocks."""
 
 
+class AdaptersKept(WireMessage):
+    """The digests of the adapters with which a prefill server computes prompts; a sign of life."""
+
+    digests: list[bytes]
+
+
 class WeightsRead(WireMessage):
     """The result of reading weights."""
 
@@ -249,4 +257,4 @@ decode_for_engine = msgspec.msgpack.Decoder(
 ).decode
 Heard = AdapterRead | WeightsRead | WeightsTaken | TraceTaken | CacheChanges | Events
 """The messages of an engine while it takes requests, besides signs of life."""
-decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | Slept | Woken | Heard).decode
+decode_for_server = msgspec.msgpack.Decoder(Busy | Ready | Failed | Slept | Woken | AdaptersKept | Heard).decode
