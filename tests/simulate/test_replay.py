@@ -1,6 +1,8 @@
 """Recorded runs of a model: given the times of the steps, a simulation decides each of them as the engine did."""
 
 import random
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -30,11 +32,12 @@ def load() -> list[LoadRequest]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> MeasuredEngine:
+def engine() -> Iterator[MeasuredEngine]:
     config = EngineConfig(
         "kvern-1m", max_model_len=704, max_batch_requests=6, max_batch_tokens=128, kv_cache_tokens=1408, block_size=8
     )
-    return MeasuredEngine(config)
+    with closing(MeasuredEngine(config)) as engine:
+        yield engine
 
 
 def recorded(engine: MeasuredEngine, **changes: object) -> StepRecord:
@@ -65,7 +68,7 @@ def test_a_replay_notices_other_decisions(engine: MeasuredEngine) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiered_engine() -> MeasuredEngine:
+def tiered_engine() -> Iterator[MeasuredEngine]:
     """A cache for two prompts, over host memory for a few more."""
     config = EngineConfig(
         "kvern-1m",
@@ -76,7 +79,8 @@ def tiered_engine() -> MeasuredEngine:
         block_size=8,
         kv_tier=("host:2MB",),
     )
-    return MeasuredEngine(config)
+    with closing(MeasuredEngine(config)) as engine:
+        yield engine
 
 
 def trust(engine: MeasuredEngine) -> Tier:
@@ -106,7 +110,11 @@ def test_a_replay_decides_alike_what_a_tier_brings(tiered_engine: MeasuredEngine
 def test_a_simulated_tier_brings_what_that_of_an_engine_brings() -> None:
     """Requests come one after the other, when all is saved: what is evicted and found is then the same."""
     config = EngineConfig("kvern-1m", max_model_len=704, kv_cache_tokens=1408, block_size=8, kv_tier=("host:2MB",))
-    measured = MeasuredEngine(config)
+    with closing(MeasuredEngine(config)) as measured:
+        check_brought(measured)
+
+
+def check_brought(measured: MeasuredEngine) -> None:
     tier = trust(measured)
     real, _ = measured.driven()
     dice = random.Random(5)

@@ -5,6 +5,7 @@ import pytest
 
 from kvern.cli.main import main
 from kvern.errors import ConfigError
+from kvern.loads.request import LoadRequest
 from kvern.loads.source import read_load
 from kvern.simulate.shards import divided, together
 from kvern.simulate.study import Condition, run_once
@@ -39,6 +40,13 @@ def test_groups_answer_all_requests_and_say_what_it_changes() -> None:
     # the two groups are all engines here, so that the differences are those to the whole fleet
     assert told["differences"]["p50_e2e_ms"] == pytest.approx(apart["p50_e2e_ms"] / one["p50_e2e_ms"] - 1)
     assert told["differences"]["use"] == pytest.approx(apart["use"] - one["use"])
+
+
+def test_engines_of_groups_that_get_no_request_are_idle_and_count() -> None:
+    condition = Condition(LARGE, lambda seed: EvenPrice(), replicas=8, shards=8)
+    found = run_once(condition, [LoadRequest(0.0, 64, 2)], 0, {}, with_series=True)
+    assert found["shards"]["groups"] == 8 and len(found["series"]["use"]) == 8
+    assert found["use"] == pytest.approx(1 / 8)
 
 
 def test_the_command_tells_the_differences_and_refuses_more_groups_than_engines(

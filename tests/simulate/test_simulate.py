@@ -14,8 +14,9 @@ from kvern.engine.step_load import StepLoad
 from kvern.errors import ConfigError
 from kvern.loads.file import as_line
 from kvern.loads.request import LoadRequest
-from kvern.simulate.costs import RUN_STEPS, FittedPrice, StepSample, StepWork, fit_steps
+from kvern.simulate.costs import KEYS, PAIRS, RUN_STEPS, FittedPrice, StepSample, StepWork, fit_steps
 from kvern.simulate.engine import OWN, DrivenEngine, EngineSizes, Prompts, simulated_engine
+from kvern.simulate.prediction import predicted
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, read_steps, write_steps
 from kvern.simulate.report import figures, read_slo
 from kvern.simulate.timeline import weighted_percentiles
@@ -98,6 +99,16 @@ def test_costs_are_fitted_and_the_error_on_steps_left_out_is_told() -> None:
     assert len(drawn) > 1 and FittedPrice(noisy, 1).seconds(*work) == FittedPrice(noisy, 1).seconds(*work)
     with pytest.raises(ConfigError, match="has 5 steps: at least 100"):
         fit_steps(samples(5))
+
+
+def test_without_a_seed_nothing_is_drawn_so_that_predicted_costs_are_those_that_were_fitted() -> None:
+    fit = fit_steps(samples(2000, noise=0.3))
+    steady = FittedPrice(fit, None)
+    work = samples(1)[0].work
+    assert len({steady.seconds(*work) for _ in range(2 * RUN_STEPS)}) == 1
+    found = predicted(steady, has_target=False)
+    assert found.per_pair == pytest.approx(fit.others[PAIRS] * sum(fit.prompts) / len(fit.prompts))
+    assert found.per_key == pytest.approx(fit.others[KEYS] * sum(fit.decodes) / len(fit.decodes))
 
 
 def test_slow_steps_follow_each_other_as_they_were_recorded() -> None:

@@ -70,7 +70,9 @@ class SimulateCommand:
     split: str | None = None
     """Engines that compute long prompts and those that answer, such as 1+3. None: all do both."""
     kv_tier: tuple[str, ...] = ()
-    """Stores of the KV cache of each engine: host:SIZE or disk:SIZE, with ?bandwidth=6GB&latency=1ms if known."""
+    """Stores of the KV cache of each engine: host:SIZE or disk:SIZE, with ?bandwidth=6GB&latency=1ms if known; or none.
+
+    Not given: those of the record."""
     compare: tuple[str, ...] = ()
     """Conditions beside each other, such as policy=fcfs,sjf or replicas=2,4."""
     slo: str | None = None
@@ -94,7 +96,7 @@ class SimulateCommand:
             if self.report.is_dir():
                 raise ConfigError(f"report is {self.report}, a folder: name a file in it, such as report.html")
         from kvern.simulate.report import read_slo
-        from kvern.simulate.study import changed, read_compared, run_once, tiered
+        from kvern.simulate.study import read_compared, resolved, run_once
         from kvern.simulate.tier_options import told
 
         slo = read_slo(self.slo)
@@ -103,17 +105,10 @@ class SimulateCommand:
                 "there is nothing to simulate: give --load, a file or what to draw, like rate=2,requests=1000"
             )
         condition, basis = self._condition()
-        for name in ("policy", "replicas", "router", "shards", "kv_cache_tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                condition = changed(condition, name, str(value))
-        if self.kv_tier:
-            condition = tiered(condition, self.kv_tier)
-        if self.split is not None:
-            condition = changed(condition, "split", self.split)
-        conditions = {"": condition}
-        if self.compare:
-            conditions = {name: each for text in self.compare for name, each in read_compared(text, condition).items()}
+        options = self._options()
+        conditions = {} if self.compare else {"": resolved(condition, options)}
+        for text in self.compare:
+            conditions |= read_compared(text, condition, options)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in conditions}
         for seed in range(self.seed, self.seed + self.seeds):
             load = loaded(self.load, seed)
@@ -128,6 +123,13 @@ class SimulateCommand:
         else:
             _print(found, basis)
         return 0
+
+    def _options(self) -> dict[str, str]:
+        """Returns the options that were given and that a comparison can change, as text."""
+        names = "policy", "replicas", "router", "shards", "kv_cache_tokens", "split"
+        given = {name: getattr(self, name) for name in names}
+        options = {name: str(value) for name, value in given.items() if value != getattr(SimulateCommand, name)}
+        return options | ({"tier": "+".join(self.kv_tier)} if self.kv_tier else {})
 
     def _condition(self) -> tuple[Condition, str]:
         """Returns the engines that are simulated, and what their steps' costs are based on."""
@@ -193,11 +195,11 @@ def loaded(text: str, seed: int) -> list[LoadRequest]:
 
 
 def _rows(found: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[str]]]:
-    """Returns the rows of the table: names, with a cell for each condition."""
+    """Returns the rows of the table: names, with a cell for each condition, of what at least one of them has."""
     return [
-        (row.replace("_", " "), [_cell([run[row] for run in runs], form) for runs in found.values()])
+        (row.replace("_", " "), [_cell([run[row] for run in runs if row in run], form) for runs in found.values()])
         for row, form in ROWS.items()
-        if all(row in run for runs in found.values() for run in runs)
+        if any(row in run for runs in found.values() for run in runs)
     ]
 
 
@@ -206,7 +208,7 @@ def _write(path: Path, found: dict[str, list[dict[str, Any]]], load: str, basis:
     from kvern.bench.simulate_page import page
 
     try:
-        path.write_text(page(found, _rows(found), load, basis))
+        path.write_text(page(found, _rows(found), load, basis), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"report {path} cannot be written: {reason(error)}") from None
     say(f"report: {path}")
@@ -238,6 +240,8 @@ def _grouped(name: str, runs: list[dict[str, Any]]) -> Iterator[str]:
 def _cell(values: list[float], form: str) -> str:
     from kvern.simulate.report import interval
 
+    if not values:
+        return "–"
     mean, low, high = interval(values)
     told, least, most = (format(value, form) for value in (mean, low, high))
     return told if least == most else f"{told} ({least} to {most})"

@@ -116,10 +116,10 @@ class StepFit(msgspec.Struct, frozen=True):
 
 
 class FittedPrice:
-    """Fitted costs; steps draw runs of ratios, by the seed. `spread` False: none is drawn."""
+    """Fitted costs; steps draw runs of ratios, by the seed. None: all take the mean."""
 
-    def __init__(self, fit: StepFit, seed: int, spread: bool = True) -> None:
-        self._fit, self._spread = fit, spread
+    def __init__(self, fit: StepFit, seed: int | None) -> None:
+        self._fit, self._spread = fit, seed is not None
         self._random = random.Random(f"residuals {seed}")
         self._mean = {True: float(np.mean(fit.prompts)), False: float(np.mean(fit.decodes))}
         self._places = {True: 0, False: 0}
@@ -167,7 +167,7 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
     decodes = _ratios(found, [sample for sample in samples if not sample.work.load.prompt])
     prompts = _ratios(found, [sample for sample in samples if sample.work.load.prompt])
     kept = msgspec.structs.replace(found, decodes=decodes or prompts, prompts=prompts or decodes)
-    return msgspec.structs.replace(kept, errors=errors_of(FittedPrice(kept, 0, spread=False), windows[::HELD_OUT]))
+    return msgspec.structs.replace(kept, errors=errors_of(FittedPrice(kept, None), windows[::HELD_OUT]))
 
 
 def errors_of(price: FittedPrice, windows: Sequence[Sequence[StepSample]]) -> Errors:

@@ -1,6 +1,6 @@
 """An executor whose steps compute nothing and take the seconds that a price says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from kvern.engine.step_load import StepLoad, load_of
@@ -33,17 +33,6 @@ class Price(Protocol):
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
         """Returns the time from the end of the step before to the end of a step, of which so many requests are new."""
         ...
-
-
-class MeanPrice:
-    """The mean of several prices."""
-
-    def __init__(self, prices: Sequence[Price]) -> None:
-        self._prices = prices
-
-    def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
-        """Returns the mean time of a step."""
-        return sum(price.seconds(load, requests, joined) for price in self._prices) / len(self._prices)
 
 
 Observe = Callable[[float, list[ScheduledTokens], list[str]], None]

@@ -49,7 +49,10 @@ _simulate: Simulate | None = None
 
 
 def divided(seeds: Sequence[int], load: Sequence[LoadRequest], shards: int, seed: int) -> list[Part]:
-    """Divides engines and requests into groups; those of a conversation stay together. Raises ConfigError."""
+    """Divides engines and requests into groups; those of a conversation stay together. Raises ConfigError.
+
+    Groups without requests, whose engines are idle, are the last.
+    """
     if shards > len(seeds):
         raise ConfigError(f"shards is {shards}, and there are {len(seeds)} engines: each group needs one")
     edges = [len(seeds) * number // shards for number in range(shards + 1)]
@@ -64,7 +67,7 @@ def divided(seeds: Sequence[int], load: Sequence[LoadRequest], shards: int, seed
             if request.session:
                 chosen[request.session] = part
         part.load.append(request)
-    return [part for part in parts if part.load]
+    return sorted(parts, key=lambda part: not part.load)
 
 
 def run_parts(parts: Sequence[Part], simulate: Simulate) -> list[Outcome]:

@@ -49,12 +49,6 @@ def with_peers(sizes: EngineSizes) -> EngineSizes:
     return msgspec.structs.replace(sizes, tier=TierSizes(tuple(stores), sizes.tier.identity))
 
 
-def peer_tokens(engines: Sequence[DrivenEngine]) -> int:
-    """Returns the prompt tokens that engines have loaded from others."""
-    tiers = (engine.executor.tier for engine in engines)
-    return sum(tier.figures()[PEER].hit_tokens for tier in tiers if tier is not None)
-
-
 def _connect(engines: Sequence[DrivenEngine]) -> None:
     """Lets engines read each other's host memory."""
     stores = [engine.stores for engine in engines]
@@ -72,11 +66,18 @@ class SplitFleet(Fleet):
         super().__init__(engines, "server", seed)
         self.handed = 0
         """The prompts that were handed over."""
+        self.hit_tokens = self.loaded_tokens = 0
+        """Prompt tokens that came from caches, and those of them from tiers.
+
+        Of prompts that are handed over they are the prefill engine's: what decode engines load of these was computed.
+        """
         self._prefill = prefill
         self._alone: dict[str, tuple[RequestSpec, float]] = {}
         """Requests whose prompts are computed for others, with their arrivals."""
         self._computed: list[tuple[float, int, str, Member]] = []
         """Those whose pages are there: the moments at which the server learns of it."""
+        self._continued: set[str] = set()
+        """Requests that decode engines have got with a computed prompt."""
         _connect(engines)
 
     def _advance(self, until: float) -> None:
@@ -94,7 +95,14 @@ class SplitFleet(Fleet):
 
     def _told(self, member: Member, events: Sequence[TokenEvent]) -> None:
         for event in events:
-            if event.finish_reason is not None and event.request_id in self._alone:
+            if event.finish_reason is None:
+                continue
+            if event.request_id in self._continued:
+                self._continued.remove(event.request_id)
+                continue
+            self.hit_tokens += event.cached_tokens
+            self.loaded_tokens += sum(event.loaded_tokens.values())
+            if event.request_id in self._alone:
                 self.handed += 1
                 heapq.heappush(self._computed, (member.engine.clock.now, self.handed, event.request_id, member))
 
@@ -113,6 +121,7 @@ class SplitFleet(Fleet):
     def _hand_over(self, name: str, member: Member, moment: float) -> None:
         """A prompt is computed: a decode engine goes on."""
         spec, arrival = self._alone.pop(name)
+        self._continued.add(name)
         self._settle(member)
         self._remove(member, name)
         del member.engine.timeline.answers[name]

@@ -1,7 +1,7 @@
 """Runs of one load under several conditions, with the same random numbers for each."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,31 +11,30 @@ from kvern.engine.queues import POLICIES
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.simulate.engine import EngineSizes, PaceSizes, Prompts, check_load, simulated_engine
-from kvern.simulate.executor import MeanPrice, Price
+from kvern.simulate.executor import Price
 from kvern.simulate.fleet import ROUTERS, Fleet
 from kvern.simulate.prediction import predicted
 from kvern.simulate.report import Slo, by_tenant, figures, series
 from kvern.simulate.shards import Outcome, Part, differences, divided, merged, run_parts, together
-from kvern.simulate.splitting import HOST_OPTION, SplitFleet, peer_tokens, read_split, with_peers
+from kvern.simulate.splitting import SplitFleet, read_split, with_peers
 from kvern.simulate.tier_options import with_tier
 
 SIZED = "policy", "block_size", "max_batch_requests", "max_batch_tokens", "prefix_cache", "kv_cache_tokens"
-COMPARED = *SIZED, "replicas", "router", "tier", "split", "shards"
-"""Conditions that `read_compared` knows: fields of `EngineSizes` and of `Condition`."""
-
-
-PRICES = 20
-"""So many prices are drawn for the mean of what is predicted."""
+COMPARED = *SIZED, "replicas", "router", "shards", "tier", "split"
+"""Options that `resolved` knows, in the order in which they take effect: fields of `EngineSizes` and `Condition`."""
+NONE = "none"
+"""The value of `tier` and `split` for engines without."""
 
 
 class Condition(msgspec.Struct, frozen=True):
     """Engines that are simulated: their sizes and pace, and what makes the price of their steps from a seed.
 
-    `router`: how a request's engine is chosen; see `ROUTERS`. `shards`: groups of engines that are simulated apart.
+    `price`: without a seed nothing is drawn. `router`: how a request's engine is chosen; see `ROUTERS`.
+    `shards`: groups of engines that are simulated apart.
     """
 
     sizes: EngineSizes
-    price: Callable[[int], Price]
+    price: Callable[[int | None], Price]
     pace: PaceSizes | None = None
     replicas: int = 1
     router: str = "server"
@@ -44,8 +43,8 @@ class Condition(msgspec.Struct, frozen=True):
     """The numbers of prefill and decode engines; None: all do both."""
 
 
-def read_compared(text: str, base: Condition) -> dict[str, Condition]:
-    """Reads NAME=VALUE,VALUE as conditions that differ from `base` by that alone. Raises ConfigError."""
+def read_compared(text: str, base: Condition, options: Mapping[str, str]) -> dict[str, Condition]:
+    """Reads NAME=VALUE,VALUE as conditions with these options that differ by that alone. Raises ConfigError."""
     name, _, listed = text.partition("=")
     name = name.strip().replace("-", "_")
     values = [value.strip() for value in listed.split(",")]
@@ -54,16 +53,41 @@ def read_compared(text: str, base: Condition) -> dict[str, Condition]:
             f"compare is {text!r:.80}: it must be a name and at least two values, like policy=fcfs,sjf; names are "
             f"{', '.join(COMPARED)}"
         )
-    return {f"{name}={value}": changed(base, name, value) for value in values}
+    return {f"{name}={value}": resolved(base, {**options, name: value}) for value in values}
 
 
-def changed(base: Condition, name: str, value: str) -> Condition:
-    """Returns a condition with another value of a field of its sizes, given as text. Raises ConfigError."""
+def resolved(base: Condition, options: Mapping[str, str]) -> Condition:
+    """Returns a condition with options of `COMPARED`, given as text, from one whose engines are not divided.
+
+    Raises ConfigError for wrong values, and for options that contradict each other.
+    """
+    found = base
+    for name in COMPARED:
+        if name in options and name not in ("tier", "split"):
+            found = _changed(found, name, options[name])
+    sizes, pace = found.sizes, found.pace
+    if (tier := options.get("tier")) is not None:
+        sizes = with_tier(sizes, () if tier == NONE else tier.split("+"))
+    split, replicas = None, found.replicas
+    if (given := options.get("split", NONE)) != NONE:
+        split = read_split(given)
+        _check_split(found, options, sum(split))
+        sizes, replicas = with_peers(sizes), sum(split)
+    if sizes.tier is not None:
+        if not sizes.prefix_cache:
+            shown = tier or "+".join(store.name for store in sizes.tier.stores)
+            raise ConfigError(
+                f"kv_tier is {shown!r:.80} and the prefix cache is off: pages are parts of it; turn prefix_cache on, "
+                "or let the tier be none"
+            )
+        if pace is None:  # engines with stores know what computing takes
+            pace = predicted(base.price(None), has_target=False)
+    return msgspec.structs.replace(found, sizes=sizes, pace=pace, split=split, replicas=replicas)
+
+
+def _changed(base: Condition, name: str, value: str) -> Condition:
+    """Returns a condition with another value of a field, or of one of its sizes. Raises ConfigError."""
     sizes = base.sizes
-    if name == "tier":
-        return tiered(base, () if value == "none" else value.split("+"))
-    if name == "split":
-        return base if value == "none" else _split(base, read_split(value))
     wanted: bool | str | int = value
     try:
         if name not in ("policy", "router"):
@@ -87,19 +111,19 @@ def changed(base: Condition, name: str, value: str) -> Condition:
     return msgspec.structs.replace(base, sizes=msgspec.structs.replace(sizes, **changes))
 
 
-def tiered(base: Condition, options: Sequence[str]) -> Condition:
-    """Returns a condition with these stores, whose engines know what computing takes. Raises ConfigError."""
-    pace = base.pace
-    if options and pace is None:
-        prices = [base.price(seed) for seed in range(PRICES)]
-        pace = predicted(MeanPrice(prices), has_target=False)
-    return msgspec.structs.replace(base, sizes=with_tier(base.sizes, options), pace=pace)
-
-
-def _split(base: Condition, split: tuple[int, int]) -> Condition:
-    sizes = with_peers(base.sizes)
-    paced = base if base.pace is not None else tiered(base, [HOST_OPTION])
-    return msgspec.structs.replace(base, sizes=sizes, pace=paced.pace, split=split, replicas=sum(split))
+def _check_split(base: Condition, options: Mapping[str, str], engines: int) -> None:
+    """Raises ConfigError if other options contradict the division into so many engines."""
+    given = f"split is {options['split']}"
+    if base.replicas != engines and (base.replicas > 1 or "replicas" in options):
+        raise ConfigError(f"{given}, and replicas is {base.replicas}: leave it out, or make it {engines}")
+    if not base.sizes.prefix_cache:
+        raise ConfigError(f"{given}, which needs the prefix cache, which is off: turn prefix_cache on")
+    if options.get("tier") == NONE:
+        raise ConfigError(f"{given}, and the tier is none, where prefill engines leave pages: give host:SIZE")
+    if base.shards > 1 or base.router != "server":
+        raise ConfigError(
+            "split divides engines by the server's own choice, and in one group: leave router and shards out"
+        )
 
 
 def run_once(
@@ -107,10 +131,6 @@ def run_once(
 ) -> dict[str, Any]:
     """Returns the figures of one run, with those over time if wanted. Raises ConfigError if the load does not fit."""
     check_load(load, condition.sizes)
-    if condition.split is not None and (condition.shards > 1 or condition.router != "server"):
-        raise ConfigError(
-            "split divides engines by the server's own choice, and in one group: leave router and shards out"
-        )
     dice = random.Random(f"engines {seed}")
     whole = Part([dice.getrandbits(32) for _ in range(condition.replicas)], [*load])
     simulate = partial(_simulated, condition, seed)
@@ -126,18 +146,21 @@ def run_once(
 def _simulated(condition: Condition, seed: int, part: Part) -> Outcome:
     """Returns the outcome of engines that share requests."""
     engines = [simulated_engine(condition.sizes, condition.price(each), condition.pace) for each in part.seeds]
-    moved, handed = 0, None
+    handed = None
     if condition.split is None:
         Fleet(engines, condition.router, seed).run(part.load, Prompts())
+        hits = sum(engine.hit_tokens for engine in engines)
+        loaded = sum(engine.loaded_tokens for engine in engines)
     else:
         fleet = SplitFleet(engines, condition.split[0], seed)
         fleet.run(part.load, Prompts())
-        moved, handed = peer_tokens(engines), fleet.handed
+        hits, loaded = fleet.hit_tokens, fleet.loaded_tokens
+        handed = fleet.handed
     return Outcome(
         [engine.timeline for engine in engines],
         [engine.executor.busy for engine in engines],
-        sum(engine.hit_tokens for engine in engines) - moved,
-        None if condition.sizes.tier is None else sum(engine.loaded_tokens for engine in engines) - moved,
+        hits,
+        None if condition.sizes.tier is None else loaded,
         sum(engine.scheduler.preemption_count for engine in engines),
         handed,
     )

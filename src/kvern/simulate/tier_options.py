@@ -27,8 +27,6 @@ def with_tier(sizes: EngineSizes, options: Sequence[str]) -> EngineSizes:
     shown = " ".join(options)
     if not sizes.token_bytes:
         raise ConfigError(f"kv_tier is {shown!r:.80}, and the record does not say what a token takes: record anew")
-    if not sizes.prefix_cache:
-        raise ConfigError(f"kv_tier is {shown!r:.80} and the prefix cache is off: pages are parts of it")
     stores = tuple(_store(option, sizes) for option in options)
     if len({store.name for store in stores}) < len(stores):
         raise ConfigError(f"kv_tier is {shown!r:.80}: one store of each kind is simulated")

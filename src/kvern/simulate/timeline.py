@@ -54,8 +54,6 @@ class Timeline:
         self.gaps: Counter[float] = Counter()
         """The times between two tokens of a request, with how often each was seen."""
         self.steps = 0
-        self.rows = 0
-        """The tokens that all steps computed."""
         self._begun: list[str] = []
         self._finished: list[str] = []
 
@@ -73,9 +71,7 @@ class Timeline:
         """Takes note of the end of a step."""
         answers = self.answers
         before: dict[float, int] = {}
-        rows = 0
         for item, name in zip(scheduled, request_ids, strict=True):
-            rows += item.count
             if not item.sampled:
                 continue
             answer = answers[name]
@@ -94,7 +90,6 @@ class Timeline:
         for last, count in before.items():
             self.gaps[round(moment - last, DIGITS)] += count
         self.steps += 1
-        self.rows += rows
 
     def leapt(self, moments: Sequence[float], request_ids: Sequence[str]) -> None:
         """Takes note of steps that gave each of these requests a token, neither its first nor its last."""
@@ -109,7 +104,6 @@ class Timeline:
         for before, after in itertools.pairwise(moments):
             self.gaps[round(after - before, DIGITS)] += len(request_ids)
         self.steps += count
-        self.rows += count * len(request_ids)
 
 
 def weighted_percentiles(values: Mapping[float, int], percents: Sequence[float]) -> list[float]:
