@@ -1,5 +1,6 @@
 """kvern deploy end to end on a tiny model: a bundle, what goes wrong, and what happens to runs that are killed."""
 
+import errno
 import json
 import math
 import os
@@ -18,10 +19,11 @@ from kvern.cli import bundles
 from kvern.cli.main import main, read_command
 from kvern.deploy import again, plan, tune
 from kvern.deploy.again import tuned_here
-from kvern.deploy.description import device_names
+from kvern.deploy.description import Bundled, Description, as_toml, device_names, read_bundle
 from kvern.deploy.tuner import Knob, Trial, Tuner
 from kvern.deploy.workload import Run, Workload
 from kvern.engine.engine import Engine
+from kvern.errors import ConfigError
 from kvern.quantize.mixed import Mixture
 from tests.support.killed_deployments import CARD
 from tests.support.served import QUESTION, Served
@@ -104,7 +106,9 @@ def test_the_same_command_has_nothing_left_to_do_and_other_options_are_refused(
     assert "holds other files, and no bundle" in capsys.readouterr().err
 
 
-def test_weights_stay_as_they_are_unless_something_asks_and_are_copied(model: Path, tmp_path: Path) -> None:
+def test_weights_stay_as_they_are_unless_something_asks_and_are_copied(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "bundle"
     assert main([*arguments(model, out), "--max-loss", "5%"]) == 0
     told = json.loads((out / "report.json").read_text())["stages"]
@@ -114,6 +118,16 @@ def test_weights_stay_as_they_are_unless_something_asks_and_are_copied(model: Pa
     assert described["bundle"]["weights"] == "weights" and not described["bundle"].get("is_quantized")
     copied = (out / "weights" / "model.safetensors").read_bytes()
     assert copied == (model / "model.safetensors").read_bytes()
+    damaged = bytearray(copied)
+    damaged[-1] ^= 1
+    (out / "weights" / "model.safetensors").write_bytes(damaged)
+    assert main(["deploy", str(out / "deploy.toml"), "--out", str(tmp_path / "again")]) == 2
+    assert "model.safetensors is not what was written" in capsys.readouterr().err
+    (out / "weights" / "model.safetensors").write_bytes(copied[:-1])
+    assert main(["serve", str(out)]) == 2
+    assert f"has {len(copied) - 1} bytes, and had {len(copied)}" in capsys.readouterr().err
+    assert main([*arguments(model, out), "--max-loss", "5%"]) == 0
+    assert (out / "weights" / "model.safetensors").read_bytes() == copied
 
 
 def test_a_model_that_is_quantized_is_not_quantized_again(small: Path, tmp_path: Path) -> None:
@@ -168,6 +182,10 @@ BAD = [
     ("--out new --workload mixed256", "workload mixed256 has requests of"),
     ("--out new --repetitions 0", "repetitions is 0: it must be at least 3"),
     ("--out new --tune-seconds -1", "tune_seconds is -1: it must be 0 or more"),
+    ("--out new --tune-seconds nan", "tune_seconds is nan: it must be 0 or more"),
+    ("--out new --calibration none.txt", "calibration none.txt cannot be read: No such file"),
+    ("--out new --calibration .", "calibration . cannot be read: "),
+    ("--out new --revision main", "is of this machine, without revisions: leave it out"),
 ]
 
 
@@ -226,6 +244,9 @@ def test_a_bundle_is_made_again_with_the_same_weights_and_options(
     assert "max_loss is 3%: the bundle that is made again says it; drop --max-loss" in capsys.readouterr().err
     assert main(["deploy", str(small / "deploy.toml"), "--out", str(small)]) == 2
     assert "is the bundle itself: give another folder" in capsys.readouterr().err
+    (tmp_path / "alias").symlink_to(small)
+    assert main(["deploy", str(small / "deploy.toml"), "--out", str(tmp_path / "alias"), "--overwrite"]) == 2
+    assert "is the bundle itself: give another folder" in capsys.readouterr().err
 
 
 def changed(bundle: Path, out: Path, *pairs: tuple[str, str]) -> Path:
@@ -251,7 +272,12 @@ def test_weights_that_are_not_those_of_the_bundle_are_told(
 def test_another_machine_tunes_again_once_and_says_so(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = changed(small, tmp_path / "other", (device_names()[0], "NVIDIA H300"), ("requests = 8", "requests = 2"))
+    other = changed(
+        small,
+        tmp_path / "other",
+        (device_names()[0], "NVIDIA H300"),
+        ("requests = 8", "requests = 2\nmax_model_len = 64"),
+    )
     monkeypatch.setenv("KVERN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(again, "tuned_here", lambda bundled, out: replace(tuned_here(bundled, out), tune_seconds=0.0))
 
@@ -263,15 +289,83 @@ def test_another_machine_tunes_again_once_and_says_so(
     command, notes = read_command(["serve", str(other)], {})
     assert "was tuned elsewhere (devices NVIDIA H300, here" in capsys.readouterr().err
     assert command.engine.model == str(other / "weights") and command.engine.max_batch_requests == 8
-    assert command.engine.served_model_name == ("tiny",)
+    assert command.engine.served_model_name == ("tiny",) and command.engine.max_model_len == 64
     assert notes[0].startswith("options are those that were tuned for this machine, in")
     monkeypatch.delattr(bundles, "tune")
     assert read_command(["serve", str(other)], {})[0].engine == command.engine  # the second start measures nothing
+    moved = other.rename(tmp_path / "moved")
+    assert read_command(["serve", str(moved)], {})[0].engine.model == str(moved / "weights")
+    other = moved.rename(other)
     command, notes = read_command(["chat", str(other)], {})
     assert command.engine.max_batch_requests == 2 and "may not be the fastest here" in notes[0]
     assert main(["deploy", str(other / "deploy.toml"), "--out", str(tmp_path / "again"), "--tune-seconds", "0"]) == 0
     assert "it is tuned again" in capsys.readouterr().err
     assert tomllib.loads((tmp_path / "again" / "deploy.toml").read_text())["engine"]["max_batch_requests"] == 8
+
+
+def test_no_code_or_other_model_comes_from_a_bundle(small: Path, tmp_path: Path) -> None:
+    other = changed(small, tmp_path / "other")
+    (other / "kernels").mkdir()
+    command, notes = read_command(["serve", str(other)], {})
+    assert command.engine.cache_dir is None
+    assert notes == [f"{other / 'kernels'} is not used: code is loaded from kvern's own cache folder alone"]
+    for line, message in (("cache_dir = 'kernels'", "no bundle may give it"), ("sed = 1", "there is no such option")):
+        refused = changed(small, tmp_path / line[:3], ("[engine]\n", f"[engine]\n{line}\n"))
+        with pytest.raises(ConfigError, match=f"in .engine.: {message}"):
+            read_bundle(refused)
+
+
+def test_a_folder_with_the_name_of_the_hubs_model_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    described = Description(format=1, model="some/model", kvern="1", torch="2", devices=[], revision="a" * 40)
+    bundle = Bundled(tmp_path, described, {})
+    assert bundle.options == {"model": "some/model", "revision": "a" * 40}
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has the name of the bundle's model, and is another one"):
+        assert bundle.options
+
+
+def test_names_of_all_characters_are_read_back_from_a_description() -> None:
+    name = 'wide \U0001d54f "quoted" \x7f\n'
+    described = Description(format=1, model=name, kvern="1", torch="2", devices=[])
+    read = tomllib.loads(as_toml(described, {"hf_overrides": {"a b": [1, name]}}, [name]).decode())
+    assert read["bundle"]["model"] == name and read["engine"]["hf_overrides"] == {"a b": [1, name]}
+    with pytest.raises(ConfigError, match="rename the model's folder"):
+        as_toml(described, {"tokenizer": "\udcff"}, [])
+
+
+def test_a_bundle_stays_whole_if_another_run_is_refused(
+    small: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = changed(small, tmp_path / "out")
+    asked = (out / "journal" / "asked.json").read_bytes()
+    command = [*arguments(model, out), *SMALL, "--overwrite", "--tune-seconds", "1"]
+
+    def full(self: tune.Tune, work: object) -> tune.Tuned:
+        assert (out / "UNFINISHED").exists()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
+
+    monkeypatch.setattr(tune.Tune, "run", full)
+    for given, message in (
+        (["--workload", "nonsense"], "workload 'nonsense' is unknown"),
+        (["--target", "itl 20s"], "tune stopped: file: No space left on device"),
+    ):
+        assert main([*command, *given]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert not (out / "UNFINISHED").exists() and (out / "journal" / "asked.json").read_bytes() == asked
+    (out / "UNFINISHED").touch()
+    assert main(["deploy", str(out / "deploy.toml"), "--out", str(tmp_path / "again")]) == 2
+    assert "is an unfinished bundle" in capsys.readouterr().err
+
+
+def test_an_engine_that_did_not_start_is_tried_again_by_the_next_process(tmp_path: Path) -> None:
+    costs = [1.0, math.inf]
+    first = tune.Noted(lambda _: costs.pop(0), tmp_path / "runs.json", "key")
+    assert [first({"a": 1}), first({"a": 2})] == [1.0, math.inf]
+    second = tune.Noted(lambda _: 3.0, tmp_path / "runs.json", "key")
+    assert [second({"a": 1}), second({"a": 2})] == [1.0, 3.0]
 
 
 class Costs:

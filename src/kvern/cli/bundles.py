@@ -35,9 +35,10 @@ def with_bundle(command: Any, given: Set[str]) -> tuple[Any, list[str]]:
     notes = [f"{folder} was tuned elsewhere ({apart}): its options may not be the fastest here"] if apart else []
     if apart and type(command).__name__ == "ServeCommand":
         bundled, notes = tuned_here(bundled, apart)
+    bundled.check_sizes()
     options = {name: value for name, value in bundled.options.items() if name not in given or name == "model"}
-    if os.access(bundled.folder / KERNELS, os.W_OK) and "cache_dir" not in given:
-        options["cache_dir"] = str(bundled.folder / KERNELS)
+    if (bundled.folder / KERNELS).exists():
+        notes = [*notes, f"{bundled.folder / KERNELS} is not used: code is loaded from kvern's own cache folder alone"]
     config = engine_config(options.pop("model"), options)  # which checks names and values
     changed = {name: getattr(config, name) for name in ("model", *options)}
     engine = dataclasses.replace(command.engine, **changed)
@@ -47,14 +48,18 @@ def with_bundle(command: Any, given: Set[str]) -> tuple[Any, list[str]]:
 
 
 def tuned_here(bundled: Bundled, apart: str) -> tuple[Bundled, list[str]]:
-    """Returns a bundle with options that are tuned for this machine, once for each, and what came of it."""
+    """Returns a bundle with options that are tuned for this machine, once for each, and what came of it.
+
+    Its weights stay those of the folder that was named, which may have been moved since it was tuned.
+    """
     key = key_of((bundled.folder / NAME).read_text(), device_names(), __version__)
     out = Path(os.environ.get("KVERN_CACHE_DIR") or cache_home()) / "deploy" / key
     if not (out / NAME).is_file() or (out / UNFINISHED).is_file():
         say(f"{bundled.folder} was tuned elsewhere ({apart}): it is tuned again, in {out}")
         if tune(bundled.folder, out):
             return bundled, ["it could not be tuned, and is served with the options of the other machine"]
-    return read_bundle(out), [f"options are those that were tuned for this machine, in {out}"]
+    found = Bundled(bundled.folder, bundled.bundle, read_bundle(out).engine)
+    return found, [f"options are those that were tuned for this machine, in {out}"]
 
 
 def tune(folder: Path, out: Path) -> int:

@@ -12,6 +12,7 @@ import tyro
 from kvern.cli.output import check_least, print_lines, refuse, say
 from kvern.cli.quantize import share_of
 from kvern.deploy.description import NAME
+from kvern.deploy.journal import UNFINISHED
 from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ class DeployCommand:
         own = ("revision", "max_loss", "target", "workload", "memory", "calibration")
         refuse(self, DeployCommand, own, "the bundle that is made again says it")
         bundled = read_bundle(Path(self.model).parent)
-        if bundled.folder == out.absolute():
+        if (bundled.folder / UNFINISHED).exists():
+            raise ConfigError(f"{bundled.folder} is an unfinished bundle: the command that began it goes on with it")
+        if out.exists() and out.samefile(bundled.folder):
             raise ConfigError(f"out {out} is the bundle itself: give another folder")
         if apart := bundled.differences():
             say(f"{bundled.folder} was tuned elsewhere ({apart}): it is tuned again")
@@ -89,7 +92,7 @@ class DeployCommand:
 
         if self.out is None:
             raise ConfigError("out is missing: give a folder for the bundle, as in --out bundle")
-        if self.tune_seconds < 0:
+        if not self.tune_seconds >= 0:
             raise ConfigError(f"tune_seconds is {self.tune_seconds:g}: it must be 0 or more")
         if Path(self.model).name == NAME:
             return self._again(self.out)

@@ -6,28 +6,35 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvern.deploy.description import Bundled, read_bundle
 from kvern.deploy.stage import Asked, read_target
 from kvern.errors import KvernError
+from kvern.planning.estimate import Split
 from kvern.quantize.statistics import REPORT_NAME
 
-FIXED = ("kv_cache_dtype", "served_model_name")
-"""Options that another machine does not choose anew: answers depend on them."""
+CHOSEN = {
+    *("max_batch_tokens", "max_batch_requests", "proposer", "target_itl", "kv_tier", "kv_cache_tokens"),
+    *Split(1, 1).options,
+}
+"""Options that another machine chooses anew; it keeps all others, such as the format of the KV cache."""
 
 
 def same(bundled: Bundled, out: Path) -> Asked:
     """Returns what makes the same bundle: options are measured again only on another machine or version."""
-    asked = _asked(bundled, out)
     bundle = bundled.bundle
+    if not bundle.is_quantized:
+        bundled.check_contents()
+    asked = _asked(bundled, out)
     apart = bundled.differences()
     return dataclasses.replace(
         asked,
-        model=_model(bundled) if not bundle.is_quantized else bundle.model,
+        model=bundled.source if bundle.is_quantized else bundled.model,
         max_loss=bundle.max_loss,
         calibration=None if bundle.calibration is None else bundled.folder / bundle.calibration,
         options=None if apart else bundled.engine,
-        fixed={name: bundled.engine[name] for name in FIXED if name in bundled.engine},
+        fixed=_fixed(bundled),
         mixture=bundled.folder / str(bundle.weights) / REPORT_NAME if bundle.is_quantized else None,
         expected=bundle.digest if bundle.is_quantized else bundle.identity,
     )
@@ -35,8 +42,12 @@ def same(bundled: Bundled, out: Path) -> Asked:
 
 def tuned_here(bundled: Bundled, out: Path) -> Asked:
     """Returns what tunes the weights of a bundle, as they are, for this machine."""
-    fixed = {name: bundled.engine[name] for name in FIXED if name in bundled.engine}
-    return dataclasses.replace(_asked(bundled, out), model=_model(bundled), fixed=fixed, refers=True)
+    asked = dataclasses.replace(_asked(bundled, out), model=bundled.model, fixed=_fixed(bundled), refers=True)
+    return asked if bundled.bundle.weights is None else dataclasses.replace(asked, revision=None)
+
+
+def _fixed(bundled: Bundled) -> dict[str, Any]:
+    return {name: value for name, value in bundled.engine.items() if name not in CHOSEN}
 
 
 def _asked(bundled: Bundled, out: Path) -> Asked:
@@ -52,12 +63,6 @@ def _asked(bundled: Bundled, out: Path) -> Asked:
         workload=load,
         memory=bundle.memory,
     )
-
-
-def _model(bundled: Bundled) -> str:
-    """Returns the model whose weights are served: of the bundle's folder, of the hub, or embedded."""
-    weights = bundled.bundle.weights
-    return bundled.bundle.model if weights is None else str(bundled.folder / weights)
 
 
 def main() -> int:

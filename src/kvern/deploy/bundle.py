@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import torch
 
-from kvern.deploy.description import FORMAT, NAME, Description, as_toml, device_names
+from kvern.deploy.description import FORMAT, NAME, Description, as_toml, contents_of, device_names, read_bundle
 from kvern.deploy.discover import Discovered
 from kvern.deploy.journal import write_whole
 from kvern.deploy.quantize import WEIGHTS, Quantized
 from kvern.deploy.shard import Sharded
 from kvern.deploy.stage import Part, Work, as_target
 from kvern.deploy.tune import Tuned, engine_options
+from kvern.errors import ConfigError
 from kvern.models.hub import EMBEDDED_FOLDER
 from kvern.quantize.writer import placing
 from kvern.version import __version__
@@ -62,10 +63,11 @@ class Bundle:
             workload=workload or asked.workload,
             calibration=self._kept(work, asked.calibration, "calibration"),
             memory=asked.memory,
+            files=[] if not weights or asked.refers else contents_of(asked.out / weights),
         )
         again = f"kvern deploy {asked.out / NAME} --out ANOTHER"
         comments = [f"{found.name}, made by kvern {__version__}", f"kvern serve {asked.out}", again]
-        write_whole(asked.out / NAME, as_toml(bundle, engine, comments).encode())
+        write_whole(asked.out / NAME, as_toml(bundle, engine, comments))
         return Finished(NAME, engine, again)
 
     def _kept(self, work: Work, file: Path | None, name: str) -> str | None:
@@ -88,11 +90,19 @@ class Bundle:
             for path in [source] if source.is_file() else sorted(source.iterdir()):
                 if path.is_file():
                     shutil.copyfile(path, made / path.name)
+            if contents_of(made) != contents_of(source):
+                raise ConfigError(
+                    f"the copy of {source} is not equal to it: it changed meanwhile, or a disk has faults"
+                )
         return WEIGHTS
 
     def stands(self, work: Work, result: Finished) -> bool:
-        """True if the description is there."""
-        return (work.asked.out / NAME).is_file()
+        """True if the description and the files of weights are there, as they were."""
+        try:
+            read_bundle(work.asked.out).check_contents()
+        except ConfigError:
+            return False
+        return True
 
     def report(self, result: Finished) -> Part:
         """The commands that take the bundle."""
@@ -103,5 +113,5 @@ class Bundle:
 def served_options(work: Work) -> dict[str, Any]:
     """Returns the options of `kvern serve`, without the model and folders of this machine."""
     options = engine_options(work) | work.of(Tuned).options
-    own = {name: value for name, value in options.items() if name not in ("model", "cache_dir")}
+    own = {name: value for name, value in options.items() if name != "model"}
     return {**own, "served_model_name": work.asked.fixed.get("served_model_name", [work.of(Discovered).name])}

@@ -6,6 +6,7 @@
     [engine]     options of `kvern serve`
 """
 
+import dataclasses
 import json
 import tomllib
 from collections.abc import Mapping
@@ -16,14 +17,18 @@ import msgspec
 
 from kvern.bench.machine import hardware
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
-from kvern.io.files import open_regular, read_at, reason
+from kvern.errors import ConfigError, shown
+from kvern.io.files import digest_of, open_regular, read_at, reason
 from kvern.serving.places import seen_gpus
 from kvern.version import __version__
 
 NAME = "deploy.toml"
 KERNELS = "kernels"
-"""The folder of a bundle with the kernels that were built and measured on a GPU."""
+"""The folder in which bundles of earlier versions hold compiled kernels; nothing is loaded from it."""
+REFUSED = ("model", "revision", "cache_dir", "download_dir", "logits_processors")
+"""Options that no bundle may give: they name other weights, or code that would run."""
+REPORTS = (".html", "_report.json")
+"""Ends of the names of files of weights that only people read."""
 FORMAT = 1
 MOST_BYTES = 1 << 20
 
@@ -31,7 +36,7 @@ MOST_BYTES = 1 << 20
 class Description(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The section `[bundle]`. `weights`: the folder in the bundle, or None with the commit of the hub or the name of an
     embedded model; `digest`: of quantized weights, `identity`: of the model's files. `workload` and `calibration` may
-    name files in the bundle."""
+    name files in the bundle. `files`: "SIZE DIGEST NAME" of each file of the weights in the bundle."""
 
     format: int
     model: str
@@ -48,6 +53,7 @@ class Description(msgspec.Struct, kw_only=True, omit_defaults=True):
     workload: str | None = None
     calibration: str | None = None
     memory: int | None = None
+    files: list[str] = []
 
 
 class Bundled(msgspec.Struct):
@@ -61,9 +67,49 @@ class Bundled(msgspec.Struct):
     def options(self) -> dict[str, Any]:
         """The options of engines, with the model."""
         if self.bundle.weights is not None:
-            return {"model": str(self.folder / self.bundle.weights), **self.engine}
+            return {"model": self.model, **self.engine}
         pinned = {} if self.bundle.revision is None else {"revision": self.bundle.revision}
-        return {"model": self.bundle.model, **pinned, **self.engine}
+        return {"model": self.model, **pinned, **self.engine}
+
+    @property
+    def model(self) -> str:
+        """The model whose weights are served: the bundle's folder, or one of the hub, or an embedded one.
+
+        Raises ConfigError if a folder here has the name of such a model, and would be taken for it.
+        """
+        return self.source if self.bundle.weights is None else str(self.folder / self.bundle.weights)
+
+    @property
+    def source(self) -> str:
+        """The model of which the bundle was made. Raises ConfigError as `model` does."""
+        found = self.bundle.model
+        if not Path(found).is_absolute() and Path(found).expanduser().exists():
+            raise ConfigError(
+                f"{Path(found).absolute()} has the name of the bundle's model, and is another one: start in another "
+                "working directory"
+            )
+        return found
+
+    def check_sizes(self) -> None:
+        """Raises ConfigError if a file of the weights is missing or has another size."""
+        for line in self.bundle.files:
+            size, _, name = line.split(" ", 2)
+            path = self.folder / str(self.bundle.weights) / name
+            found = path.stat().st_size if path.is_file() else None
+            if str(found) != size:
+                told = "is missing" if found is None else f"has {found} bytes, and had {size}"
+                raise ConfigError(f"{path} {told}: copy the bundle again, or make it again by kvern deploy")
+
+    def check_contents(self) -> None:
+        """Raises ConfigError if a file of the weights is not as it was written. Reads all of them."""
+        self.check_sizes()
+        if not self.bundle.files:
+            return
+        found = set(contents_of(self.folder / str(self.bundle.weights)))
+        for line in self.bundle.files:
+            if line not in found:
+                path = self.folder / str(self.bundle.weights) / line.split(" ", 2)[2]
+                raise ConfigError(f"{path} is not what was written: copy the bundle again, or make it again")
 
     def differences(self) -> str:
         """Returns in which devices and version this machine differs from the one that tuned; empty: in none."""
@@ -83,12 +129,40 @@ def device_names() -> list[str]:
     return found.gpus[:gpus] if gpus else [f"{found.processor}, {found.cores} cores"]
 
 
-def as_toml(bundle: Description, engine: Mapping[str, Any], comments: list[str]) -> str:
-    """Returns the file's text."""
-    lines = [f"# {line}" for line in comments]
-    for title, values in (("bundle", msgspec.to_builtins(bundle)), ("engine", engine)):
-        lines += ["", f"[{title}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
-    return "\n".join(lines) + "\n"
+def contents_of(folder: Path) -> list[str]:
+    """Returns size, digest and name of each file in a folder of weights. Raises OSError."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not path.name.endswith(REPORTS):
+            with open_regular(path) as stream:
+                found.append(f"{path.stat().st_size} {digest_of(stream).hex()} {path.name}")
+    return found
+
+
+def as_toml(bundle: Description, engine: Mapping[str, Any], comments: list[str]) -> bytes:
+    """Returns the file's content, which is read back before. Raises ConfigError for what TOML cannot have."""
+    sections = {"bundle": msgspec.to_builtins(bundle), "engine": msgspec.to_builtins(engine)}
+    lines = ["# " + "".join(sign if sign.isprintable() else " " for sign in line) for line in comments]
+    for title, values in sections.items():
+        lines += ["", f"[{title}]", *(f"{name} = {_value(value)}" for name, value in values.items())]
+    text = "\n".join(lines) + "\n"
+    try:
+        content = text.encode()
+        is_whole = tomllib.loads(text) == sections
+    except ValueError as error:
+        raise ConfigError(f"{NAME} cannot be written: {reason(error)}; rename the model's folder") from None
+    if not is_whole:
+        raise ConfigError(f"{NAME} cannot be written: it would be read as something else")
+    return content
+
+
+def _value(value: Any) -> str:
+    """Returns a value of JSON in TOML, which has other tables, and no control characters in strings."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_value(name)} = {_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_bundle(folder: Path) -> Bundled:
@@ -106,4 +180,9 @@ def read_bundle(folder: Path) -> Bundled:
         ) from None
     if bundle.format != FORMAT:
         raise ConfigError(f"{path} has format {bundle.format}, and this version of kvern reads {FORMAT}")
+    known = {option.name for option in dataclasses.fields(EngineConfig)}
+    for name in engine:
+        if name not in known or name in REFUSED:
+            told = "no bundle may give it" if name in known else "there is no such option"
+            raise ConfigError(f"{path} has {shown(name)} in [engine]: {told}; remove that line")
     return Bundled(folder.absolute(), bundle, engine)

@@ -10,7 +10,7 @@ import msgspec
 from kvern.cache.keys import model_identity
 from kvern.config import EngineConfig
 from kvern.deploy.stage import Part, Work
-from kvern.errors import CorruptCheckpoint, UnsupportedModel
+from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel, shown
 from kvern.io.bytecode import cache_home
 from kvern.io.files import as_size
 from kvern.models.folder import model_folder
@@ -53,6 +53,10 @@ class Discover:
         """Looks at the folder, or asks the hub. Raises KvernError."""
         model, revision = work.asked.model, work.asked.revision
         if (folder := local_model(model)) is not None:
+            if revision is not None:
+                raise ConfigError(
+                    f"revision is {shown(revision)}, and {model} is of this machine, without revisions: leave it out"
+                )
             return _described(model, None, folder.absolute(), _licence(folder), sum(_sizes(folder).values()))
         repository = repository_of(model, revision)
         listing = repository.listing(model.partition(":")[2])
@@ -79,7 +83,12 @@ class Discover:
 
 
 def _described(model: str, revision: str | None, outline: Path, licence: str | None, nbytes: int) -> Discovered:
-    config = read_config(model_folder(EngineConfig(str(outline))))  # a GGUF file describes itself
+    if outline.is_file() or "safetensors" not in (formats := _formats(outline)):
+        raise ConfigError(
+            f"{model} has no safetensors files, and kvern deploy makes bundles of those alone: kvern serve takes GGUF "
+            "files as they are"
+        )
+    config = read_config(model_folder(EngineConfig(str(outline))))
     try:
         family = spec_from_config(config).model_type
     except UnsupportedModel:
@@ -92,21 +101,21 @@ def _described(model: str, revision: str | None, outline: Path, licence: str | N
         licence=licence,
         nbytes=nbytes,
         family=family,
-        formats=_formats(outline),
-        quantized="gguf" if outline.is_file() else _method(config),
+        formats=formats,
+        quantized=_method(config),
         identity=revision or _identity(outline),
     )
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    files = [folder] if folder.is_file() else folder.iterdir()
-    return {path.name: path.stat().st_size for path in files if path.is_file()}
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
 
 
 def _formats(folder: Path) -> list[str]:
-    files = [folder] if folder.is_file() else sorted(folder.iterdir())
     offered = {"safetensors": "safetensors", "gguf": "GGUF"}
-    return list(dict.fromkeys(offered[path.suffix[1:]] for path in files if path.suffix[1:] in offered)) or ["none"]
+    return list(
+        dict.fromkeys(offered[path.suffix[1:]] for path in sorted(folder.iterdir()) if path.suffix[1:] in offered)
+    )
 
 
 def _method(config: Mapping[str, Any]) -> str | None:
@@ -117,7 +126,7 @@ def _method(config: Mapping[str, Any]) -> str | None:
 
 def _identity(folder: Path) -> str:
     try:
-        return model_identity(folder if folder.is_dir() else folder.parent).hex()
+        return model_identity(folder).hex()
     except (OSError, ValueError) as error:
         raise CorruptCheckpoint(f"{folder} cannot be read: {error}") from None
 

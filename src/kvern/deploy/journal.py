@@ -53,6 +53,9 @@ class Journal:
     def __init__(self, out: Path) -> None:
         self.out = out
         self._folder = out / FOLDER
+        self._identity: Mapping[str, Any] = {}
+        self._before: bytes | None = None
+        self._was_finished = False
 
     @contextlib.contextmanager
     def held(self, identity: Mapping[str, Any], overwrite: bool) -> Iterator[None]:
@@ -71,7 +74,9 @@ class Journal:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(f"out {self.out} is being made by another process: wait for its end") from None
-            write_whole(self._folder / "asked.json", msgspec.json.encode(identity))
+            self._identity = identity
+            self._before = self.beside("asked.json").read_bytes() if self.beside("asked.json").is_file() else None
+            self._was_finished = self._before is not None and not (self.out / UNFINISHED).exists()
             self._remove_pieces()
             yield
 
@@ -105,9 +110,21 @@ class Journal:
                 path.unlink()
 
     def begin(self, stage: str) -> None:
-        """Notes that the bundle is unfinished, and at which stage."""
+        """Notes what was asked for, that the bundle is unfinished, and at which stage."""
+        write_whole(self.beside("asked.json"), msgspec.json.encode(self._identity))
         told = f"This bundle is unfinished: its stage is {stage}. The same kvern deploy command goes on with it.\n"
         write_whole(self.out / UNFINISHED, told.encode())
+
+    @property
+    def is_new(self) -> bool:
+        """True if nothing was asked for in this folder before this process."""
+        return self._before is None
+
+    def restore(self) -> None:
+        """Notes that the bundle is whole as it was before this process, if it was."""
+        if self._was_finished and self._before is not None:
+            write_whole(self.beside("asked.json"), self._before)
+            self.finish()
 
     def finish(self) -> None:
         """Notes that the bundle is whole."""

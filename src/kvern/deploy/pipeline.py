@@ -2,25 +2,30 @@
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvern.deploy.bundle import Bundle
+from kvern.deploy.description import read_bundle
 from kvern.deploy.discover import Discover
 from kvern.deploy.journal import Journal, key_of
 from kvern.deploy.plan import Plan
-from kvern.deploy.quantize import Quantize
+from kvern.deploy.quantize import Quantize, check_files
 from kvern.deploy.report import Section, write_report
 from kvern.deploy.shard import Shard
 from kvern.deploy.stage import Asked, Stage, Work
 from kvern.deploy.tune import Tune
 from kvern.deploy.verify import Verify
-from kvern.errors import KvernError
+from kvern.errors import ConfigError, KvernError
+from kvern.io.files import reason
 from kvern.version import __version__
 
 WITHOUT_WORK = 2
 """The stages that take seconds, of which no results are kept if one of them refuses its input."""
+CHECKS = 3
+"""The stages that change nothing in a bundle that is there."""
 
 
 def stages() -> list[Stage]:
@@ -37,8 +42,9 @@ class Outcome(NamedTuple):
 
 
 def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Sequence[Stage] | None = None) -> Outcome:
-    """Makes a bundle, or goes on with it. Raises KvernError."""
+    """Makes a bundle, or goes on with it; one that was whole stays so if a stage refuses. Raises KvernError."""
     chosen = stages() if chosen is None else chosen
+    check_files(asked)
     journal = Journal(asked.out)
     sections: list[Section] = []
     failed: list[str] = []
@@ -50,11 +56,15 @@ def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Se
             before = {type(item).__name__: item for item in work.results.values()}
             try:
                 key = key_of(__version__, stage.name, stage.inputs(work), before)
-                result, seconds = _stage(stage, key, work, said)
-            except KvernError:
+                result, seconds = _stage(stage, key, work, said, number > CHECKS or journal.is_new)
+            except (KvernError, OSError) as error:
                 if is_new and number <= WITHOUT_WORK:  # nothing is lost, and the next try may have other options
                     journal.remove()
-                raise
+                elif _whole(asked.out):
+                    journal.restore()
+                if isinstance(error, KvernError):
+                    raise
+                raise ConfigError(f"{stage.name} stopped: {error.filename or asked.out}: {reason(error)}") from None
             work.results[stage.result] = result
             sections.append(Section(stage.name, result, seconds, stage.report(result)))
             if failed := list(getattr(result, "failed", ())):
@@ -66,13 +76,26 @@ def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Se
     return Outcome(failed, sections, work)
 
 
-def _stage(stage: Stage, key: str, work: Work, said: str) -> tuple[Any, float]:
-    """Returns the result of a stage and its seconds, from the journal if it stands there."""
+def _whole(out: Path) -> bool:
+    """True if a folder has a description and the weights that belong to it."""
+    try:
+        read_bundle(out).check_contents()
+    except (KvernError, OSError):
+        return False
+    return True
+
+
+def _stage(stage: Stage, key: str, work: Work, said: str, notes: bool) -> tuple[Any, float]:
+    """Returns the result of a stage and its seconds, from the journal if it stands there.
+
+    `notes`: from now on the bundle counts as unfinished.
+    """
     found: tuple[msgspec.Struct, float] | None = work.journal.read(stage.name, key, stage.result)
     if found is not None and not getattr(found[0], "failed", ()) and stage.stands(work, found[0]):
         work.say(f"{said}: done before")
         return found
-    work.journal.begin(stage.name)
+    if notes:
+        work.journal.begin(stage.name)
     work.say(f"{said} ...")
     begun = time.monotonic()
     result = stage.run(work)

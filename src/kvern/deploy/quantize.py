@@ -15,8 +15,9 @@ from kvern.deploy.discover import Discovered
 from kvern.deploy.journal import key_of, write_whole
 from kvern.deploy.plan import Planned, context_of, estimated, load_of
 from kvern.deploy.shard import Sharded
-from kvern.deploy.stage import Part, Work
-from kvern.io.files import as_size, digest_of, open_regular
+from kvern.deploy.stage import Asked, Part, Work
+from kvern.errors import ConfigError
+from kvern.io.files import as_size, digest_of, open_regular, reason
 from kvern.io.progress import work_progress
 from kvern.models.folder import model_folder
 from kvern.quantize.calibration import Calibration, calibration
@@ -61,6 +62,16 @@ def texts_of(work: Work, folder: Path) -> tuple[Calibration, Tensor]:
         half = found.rows.shape[1] // 2
         return found._replace(rows=found.rows[:, :half]), found.rows[:, half:]
     return found._replace(rows=found.rows[:-held]), found.rows[-held:]
+
+
+def check_files(asked: Asked) -> None:
+    """Raises ConfigError if files that were given cannot be read."""
+    for name, path in (("calibration", asked.calibration), ("quantization report", asked.mixture)):
+        try:
+            if path is not None:
+                _digest([path])
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name} {path} cannot be read: {reason(error)}; give a file") from None
 
 
 class Quantize:

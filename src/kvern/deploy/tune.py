@@ -1,8 +1,8 @@
 """Options that are fastest on this machine, found by `tuner.py` from the plan's prediction on.
 
-Kernels are chosen when an engine starts, as everywhere (`layers/tuning.py`, `attention/selection.py`); on a GPU what
-was built and measured goes into the bundle. The other options are measured on the workload, an engine for each
-configuration. Each run is noted, so that a process that is killed repeats none.
+Kernels are chosen when an engine starts, as everywhere (`layers/tuning.py`, `attention/selection.py`), and stay in
+kvern's cache folder: a bundle may come from anyone, and holds no code. The other options are measured on the workload,
+an engine for each configuration. Each run is noted, so that a process that is killed repeats none.
 """
 
 import json
@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from kvern.config import EngineConfig
-from kvern.deploy.description import KERNELS, device_names
+from kvern.deploy.description import device_names
 from kvern.deploy.discover import FALLBACK, Discovered
 from kvern.deploy.journal import key_of, write_whole
 from kvern.deploy.plan import Planned, load_of
@@ -44,13 +44,17 @@ class Tried(msgspec.Struct):
 
 
 class Tuned(msgspec.Struct):
-    """The options that were chosen, beside those of the plan, and all that was tried; the first is the plan's."""
+    """The options that were chosen, beside those of the plan, and all that was tried; the first is the plan's.
+
+    `allowed`: the seconds after which no further configuration was begun.
+    """
 
     options: dict[str, Any]
     seconds: float
     tried: list[Tried] = []
     knobs: list[str] = []
     ended_early: bool = False
+    allowed: float = 0.0
     failed: list[str] = []
 
 
@@ -63,9 +67,7 @@ def engine_options(work: Work) -> dict[str, Any]:
     options: dict[str, Any] = {"model": str(folder), **work.of(Sharded).options}
     if work.asked.memory is not None and (tokens := work.of(Planned).cache_tokens):
         options["kv_cache_tokens"] = tokens
-    options |= {name: value for name, value in work.asked.fixed.items() if name != "served_model_name"}
-    if torch.cuda.is_available():
-        options["cache_dir"] = str((work.asked.out / KERNELS).absolute())
+    options |= as_options({name: value for name, value in work.asked.fixed.items() if name != "served_model_name"})
     return options
 
 
@@ -155,7 +157,10 @@ def as_options(configuration: Configuration) -> dict[str, Any]:
 
 
 class Noted:
-    """Measurements that a process before this one has noted come first, in their order."""
+    """Measurements that a process before this one has noted come first, in their order.
+
+    An engine that did not start is not noted, as another process may have had the memory: the next run tries again.
+    """
 
     def __init__(self, measure: Measuring, path: Path, key: str) -> None:
         self._measure = measure
@@ -173,13 +178,14 @@ class Noted:
         """Returns the next run of a configuration."""
         name = json.dumps(configuration, sort_keys=True)
         number = self._given.get(name, 0)
-        self._given[name] = number + 1
         runs = self._known.setdefault(name, [])
         if number == len(runs):
-            cost = self._measure(configuration)
-            runs.append(min(cost, 1e300))  # JSON has no infinity
+            if math.isinf(cost := self._measure(configuration)):
+                return cost
+            runs.append(cost)
             write_whole(self._path, msgspec.json.encode({"key": self._key, "runs": self._known}))
-        return runs[number] if runs[number] < 1e300 else math.inf
+        self._given[name] = number + 1
+        return runs[number]
 
 
 class Tune:
@@ -230,6 +236,7 @@ class Tune:
             measuring.close()
         tried = [Tried(dict(trial.configuration), _finite(trial), trial.kept) for trial in tuner.trials.values()]
         result = Tuned(dict(best.configuration), best.mean, tried, [knob.name for knob in knobs], tuner.ended_early)
+        result.allowed = asked.tune_seconds
         if math.isinf(best.mean):
             reasons = list(measuring.refused.values())
             result.failed.append(f"no engine ran the workload: {reasons[0] if reasons else 'see above'}")
@@ -237,8 +244,8 @@ class Tune:
         return result
 
     def stands(self, work: Work, result: Tuned) -> bool:
-        """True: kernels are built again where they are missing."""
-        return True
+        """False if the time was over, and there is more of it now."""
+        return not (result.ended_early and work.asked.tune_seconds > result.allowed)
 
     def report(self, result: Tuned) -> Part:
         """The choice, and a plot of what was tried."""
