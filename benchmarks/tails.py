@@ -51,6 +51,8 @@ class Clock:
 class SimulatedGpu:
     """An executor whose steps take time, and sample zeros."""
 
+    tier = None
+
     def __init__(self, clock: Clock, noise: random.Random, launch: float) -> None:
         self.clock, self._noise, self._launch = clock, noise, launch
         self._free_at = 0.0

@@ -258,6 +258,18 @@ def test_tiers_keep_what_left_last() -> None:
     assert not index.held_tokens(many[9:10], 0) and index.held_tokens(many[-1:], 0)
 
 
+def test_a_tier_that_is_off_counts_for_nothing_until_it_is_on_again() -> None:
+    index, names = PrefixIndex(), named([1] * 1024)
+    index.begin(0)
+    index.hear(0, CacheChanges(0, names, [], {"host": OWN}))
+    index.hear(0, CacheChanges(1, [], names[::-1]))
+    assert index.held_tokens(names, 0) == 1024, "nobody told another price"
+    for number, (prices, expected) in enumerate((({}, 0), ({"host": OWN}, 1024)), 2):
+        index.hear(0, CacheChanges(number, [], [], prices))
+        index.check_integrity()
+        assert index.held_tokens(names, 0) == expected
+
+
 class Fleet:
     """Engines that are simulated: they have what they were given, and are as busy as they were made."""
 

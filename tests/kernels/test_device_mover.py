@@ -174,7 +174,7 @@ def test_a_step_is_saved_before_the_one_before_it_has_reached_the_host(
     page = PAGE * group_of(0, 3, 8, torch.bfloat16, torch.device("cpu")).block_bytes * 3
     moved = Moved("several heads", device, ring=4 * page, store=host())
     waiting: list[Any] = []
-    monkeypatch.setattr(moved.tier.shelf._sealing, "submit", waiting.append)
+    monkeypatch.setattr(moved.tier.shelf._sealing, "submit", lambda call, _: waiting.append(call))
     for key in (1, 3):
         moved.tier.save([PageSave(bytes([key + more]) * 32, [[0, 1, 2, 3]]) for more in range(2)])
         moved.tier.put()

@@ -78,8 +78,8 @@ class SimulatedTier:
     def figures(self) -> dict[str, StoreFigures]:
         return {"simulated": StoreFigures()}
 
-    def prices(self) -> dict[str, StorePrice]:
-        return {}
+    def prices(self) -> dict[str, StorePrice] | None:
+        return None
 
     def keep(self, save: PageSave, memory: Sequence[Sequence[object]], states: Sequence[object]) -> None:
         """The device's side: parts of a page are saved."""

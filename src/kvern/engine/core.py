@@ -72,7 +72,7 @@ class EngineCore(EngineLoop):
     ) -> None:
         self.scheduler = scheduler
         self.pages = scheduler.cache.identity
-        self.store_prices = dict if executor.tier is None else executor.tier.prices
+        self.store_prices = self.store_prices if executor.tier is None else executor.tier.prices
         self._prepares = prepares
         self.drafting = drafting
         self._clock, self._sleep = timing.clock, timing.sleep

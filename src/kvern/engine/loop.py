@@ -30,8 +30,8 @@ class EngineLoop(ABC):
 
     pages: bytes = b""
     """The identity of its pages in stores; nothing: it has no tier."""
-    store_prices: Callable[[], Mapping[str, StorePrice]] = dict
-    """Returns the prices of loads from the stores of its tier, as far as they are known."""
+    store_prices: Callable[[], Mapping[str, StorePrice] | None] = staticmethod(lambda: None)
+    """Returns the prices of loads from the stores of its tier that are on; None: nobody knows them."""
 
     @property
     @abstractmethod

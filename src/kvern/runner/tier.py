@@ -110,10 +110,10 @@ class Tier:
             self.shelf.refused(end - start)
         return False
 
-    def prices(self) -> dict[str, StorePrice]:
-        """Returns the prices of loads from the stores that are on; none if nobody knows what computing takes."""
+    def prices(self) -> dict[str, StorePrice] | None:
+        """Returns the prices of loads from the stores that are on; None if nobody knows what computing takes."""
         if self.computing is None:
-            return {}
+            return None
         second = PRICED_TOKENS / self.computing(0, PRICED_TOKENS)
         size, state = self._bytes[self._counted] / self._page_tokens, self._bytes[Part.STATE]
         return {

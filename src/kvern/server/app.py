@@ -52,6 +52,8 @@ BATCH_ROWS = 256
 """Rows of batches that run at once on a server of several models."""
 OF_ONE_SERVER = ("admin:EnginesApi", "weights:WeightsApi", "profile:ProfileApi")
 """Handlers that know the engines of one server process alone, of several that share the requests."""
+STATES = ("model", "prefill_server", "ready", "reason")
+"""What every key may know of a prefill server; what it computed tells of other keys."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -128,7 +130,7 @@ class Server:
             "degraded": None if trouble else service.degraded,
             "waits_for": service.waits_for,
             "engines": service.replicas,
-            "prefill_servers": service.prefill_servers,
+            "prefill_servers": [{name: one[name] for name in STATES if name in one} for one in service.prefill_servers],
         }
         known = {name: value for name, value in told.items() if value}
         return json_response({"ready": trouble is None, **known}, 503 if trouble else 200)

@@ -32,5 +32,5 @@ class CacheTeller:
         """Tell what has changed, if anything has."""
         names = self._core.cached_names
         if names is not None and (names.has_news or not self._number):
-            self._send(CacheChanges(self._number, *names.take(MOST_NAMES), {**self._core.store_prices()}))
+            self._send(CacheChanges(self._number, *names.take(MOST_NAMES), self._core.store_prices()))
             self._number += 1

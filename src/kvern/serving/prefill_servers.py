@@ -136,7 +136,7 @@ class PrefillServer:
         """Sends a message, if there is somebody to hear it."""
         if self._socket is not None:
             if isinstance(message, AddRequest):
-                message.adapter = self._digest(message.spec.adapter)
+                message.adapter = self._digest(message.spec.adapter) or None
             self._socket.send(encode(message))
 
     def start(self, pages: str) -> None:

@@ -94,7 +94,7 @@ class PrefixIndex:
         if changes.number != engine.next:
             return False
         engine.next += 1
-        if changes.prices:
+        if changes.prices is not None:
             self._own = changes.prices.get(HOST)
             shared = [price for store, price in changes.prices.items() if not store.startswith((HOST, DISTANT))]
             self._shared = min(shared, key=lambda price: price.share, default=None)

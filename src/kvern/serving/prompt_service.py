@@ -185,7 +185,7 @@ class PromptService:
         ended = TokenEvent(f"{name}#0", finish_reason="length")
         try:
             self._check(asked.spec)
-            adapter = self._adapters().get(asked.adapter)
+            adapter = None if asked.adapter is None else self._adapters().get(asked.adapter)
             if asked.spec.adapter is not None and adapter is None:
                 raise InvalidRequest("its adapter is not loaded")
             spec = msgspec.structs.replace(asked.spec.prompt_alone(), request_id=f"{peer.hex()}-{name}")

@@ -6,6 +6,7 @@ server <-- Busy until Ready, then Events, at least twice a second, and what chan
 Between Slept and Wake neither says anything but Shutdown.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ class AddRequest(WireMessage):
 
     spec: RequestSpec
     progress: list[Progress] = []
-    adapter: bytes = b""
+    adapter: bytes | None = None
     """The digest of its adapter, for another server, where adapters have other keys."""
 
 
@@ -220,8 +221,8 @@ class CacheChanges(WireMessage):
     number: int
     stored: list[bytes]
     removed: list[bytes]
-    prices: dict[str, StorePrice] = {}
-    """The prices of loads from the stores of the engine's tier."""
+    prices: Mapping[str, StorePrice] | None = None
+    """The prices of loads from the stores of the engine's tier that are on; None: nobody knows them."""
 
 
 class Events(WireMessage):

@@ -17,7 +17,7 @@ class PricedTier(TierIndex, Protocol):
 
     computing: Callable[[int, int], float] | None
 
-    def prices(self) -> dict[str, StorePrice]:
+    def prices(self) -> dict[str, StorePrice] | None:
         """Returns the prices of loads, for a router."""
         ...
 
@@ -74,7 +74,7 @@ class NotedTier:
         """See `TierIndex`."""
         return self._tier.figures()
 
-    def prices(self) -> dict[str, StorePrice]:
+    def prices(self) -> dict[str, StorePrice] | None:
         """See `PricedTier`."""
         return self._tier.prices()
 
@@ -119,6 +119,6 @@ class RepeatedTier:
         """See `TierIndex`."""
         return {name: StoreFigures() for name in self._stores}
 
-    def prices(self) -> dict[str, StorePrice]:
+    def prices(self) -> dict[str, StorePrice] | None:
         """See `PricedTier`; nothing is chosen by them in a replay of one engine."""
-        return {}
+        return None
