@@ -1,6 +1,7 @@
 """The command kvern triton: what it writes, and bad input."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,8 +15,18 @@ def test_a_model_that_starts_kvern(tmp_path: Path) -> None:
     assert main(["triton", "a/kvern-1m", "--out", str(tmp_path / "here" / "models"), *options]) == 0
     config = (tmp_path / "here/models/m/config.pbtxt").read_text()
     (command,) = re.findall(r'key: "serve" value { string_value: "(.*)" }', config)
-    assert command == f"{sys.executable} -m kvern serve a/kvern-1m --max-model-len 64 --served-model-name 'my model'"
+    assert (
+        command
+        == f"{shlex.quote(sys.executable)} -m kvern serve a/kvern-1m --max-model-len 64 --served-model-name 'my model'"
+    )
     compile((tmp_path / "here/models/m/1/model.py").read_text(), "model.py", "exec")
+
+
+def test_a_model_that_is_a_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["triton", "./my model/", "--out", "here", "--name", "m"]) == 0
+    assert f"kvern serve '{tmp_path}/my model'\"" in Path("here/m/config.pbtxt").read_text()
 
 
 def test_a_model_that_asks_a_server_that_runs(tmp_path: Path) -> None:
@@ -34,6 +45,13 @@ def test_a_model_that_asks_a_server_that_runs(tmp_path: Path) -> None:
         (["--out", "here", "--options=--thread 1"], "there is no option --thread: did you mean --threads?"),
         (["--out", "here", "--options=--threads '1"], "No closing quotation"),
         (["--out", "here", "--options=--port 80"], "the model itself gives --uds; leave the address out"),
+        (["--out", "here", "--options=--api-key s"], "options hold a secret (--api-key, or a URL with a password)"),
+        (["--out", "here", "--options=--api_key=s"], "set KVERN_API_KEY, or KVERN_ and the option's name, where"),
+        (["--out", "here", "--options=--kv-tier valkey://u:s@host"], "options hold a secret"),
+        (
+            ["--out", "here", "--like", "tensorrtllm", "--socket", "/x", "--name", "tensorrt_llm"],
+            "a step of the ensemble",
+        ),
         (["--out", "file"], "file/kvern-1m/config.pbtxt cannot be written: Not a directory"),
         (["--out", "here", "--like", "tensorrtllm"], "like is tensorrtllm and socket is missing"),
         (["--out", "taken"], "taken/kvern-1m exists: choose another --name"),

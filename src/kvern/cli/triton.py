@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -12,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from kvern.cli.output import print_lines
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, without_passwords
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 LONGEST_SOCKET = 107
@@ -38,7 +39,7 @@ class TritonCommand:
     it when the model is unloaded."""
     options: str = ""
     """Options of kvern serve where Triton starts it, in quotes: "--max-model-len 8192"."""
-    kvern: str = f"{sys.executable} -m kvern"
+    kvern: str = f"{shlex.quote(sys.executable)} -m kvern"
     """Command of kvern where Triton runs."""
     overwrite: bool = False
     """Replace the files of a model of this name."""
@@ -66,7 +67,8 @@ class TritonCommand:
                 "--uds PATH, and give --socket PATH"
             )
         if self.socket is None:
-            return {"serve": f"{self.kvern} serve {shlex.quote(self.model)} {self._checked()}".rstrip()}
+            model = os.path.abspath(self.model) if Path(self.model).is_dir() else self.model
+            return {"serve": f"{self.kvern} serve {shlex.quote(model)} {self._checked()}".rstrip()}
         if self.options:
             raise ConfigError(f"options are {self.options!r} and socket is {self.socket}: that server has its own")
         path = str(self.socket.absolute())
@@ -76,12 +78,17 @@ class TritonCommand:
 
     def _checked(self) -> str:
         """The options of kvern serve. Raises ConfigError for those that it would not take."""
-        from kvern.cli.main import read_command
+        from kvern.cli.main import options_in, read_command
 
         try:
             arguments = shlex.split(self.options)
         except ValueError as error:
             raise ConfigError(f"options are {self.options!r}: {error}") from None
+        if "api_key" in options_in(arguments) or any(text != without_passwords(text) for text in arguments):
+            raise ConfigError(
+                "options hold a secret (--api-key, or a URL with a password), and Triton shows them to every client: "
+                "set KVERN_API_KEY, or KVERN_ and the option's name, where Triton runs, or write a file for --config"
+            )
         read_command(["serve", self.model, *arguments], {})
         if any(argument.split("=")[0] in ("--uds", "--host", "--port") for argument in arguments):
             raise ConfigError(f"options are {self.options!r}: the model itself gives --uds; leave the address out")

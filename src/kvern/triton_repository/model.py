@@ -12,17 +12,19 @@ import collections
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import queue
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -68,12 +70,28 @@ MOST_QUESTIONS = 100
 METRIC_SECONDS = 2.0
 MOST_UPDATES = 50
 """Metrics that are set in a tick."""
+LAST_SECONDS = 10.0
+"""Seconds in which cancelled requests end when the model is unloaded; then it goes on without them."""
+END_SECONDS = 60.0
+"""Seconds that kvern has to end after SIGTERM, with requests of others; then it is killed."""
+LOGGED: set[tuple[str, type]] = set()
 SAMPLE = re.compile(r"([\w:]+)(?:\{(.*)\})? (\S+)")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Refused(Exception):
     """Raised for a request that cannot be asked as it is."""
+
+
+@contextlib.contextmanager
+def logged(what: str) -> Iterator[None]:
+    """A block whose error is logged, once for each kind of error, and does not end the thread."""
+    try:
+        yield
+    except Exception as error:
+        if (what, type(error)) not in LOGGED:
+            LOGGED.add((what, type(error)))
+            logging.warning("kvern: %s: %r (said once)", what, error)
 
 
 class Request(asyncio.Protocol):
@@ -96,6 +114,7 @@ class Request(asyncio.Protocol):
         self._prompt_tokens = 0
         self.task: Any = None
         self._transport: asyncio.Transport | None = None
+        self._question = b""
         self._data = b""
         self._status = 0
         self._is_stream = False
@@ -103,7 +122,8 @@ class Request(asyncio.Protocol):
     def read(self) -> None:
         """Reads the inputs; wrong ones end the request."""
         try:
-            self.path, self.body = self.question()
+            path, body = self.question()
+            self._question = http_request(path, json.dumps(body).encode())
         except Exception as error:  # what one client sends must not end others
             self.fail(INVALID_ARG, str(error) if isinstance(error, Refused) else repr(error))
         self._asked = None  # it holds the inputs in memory that Triton shares
@@ -146,7 +166,8 @@ class Request(asyncio.Protocol):
             raise Refused("exclude_input_in_output is false: a stream or conversation cannot repeat its input")
         self._prefix = "" if excluded else str(text)
         self._wanted = {name for name in RETURNS if self.value(f"return_{name}", False)}
-        self.count = body.get("n") or 1
+        if body.get("n") is not None:
+            self.count = body["n"] = whole("n", body["n"])
         talk = None if messages is None else self.json("messages", messages, list)
         if images := self.values("image"):
             talk = with_images(talk or [{"role": "user", "content": text}], images)
@@ -163,8 +184,8 @@ class Request(asyncio.Protocol):
         if self.ended:
             transport.abort()
         else:
-            transport.write(http_request(self.path, json.dumps(self.body).encode()))
-            self.body = {}
+            transport.write(self._question)
+            self._question = b""
 
     def data_received(self, data: bytes) -> None:
         """Reads the answer's head, then events; an answer that is no stream is read at its end."""
@@ -198,14 +219,15 @@ class Request(asyncio.Protocol):
         """Reads an answer that is no stream; one that is cut off becomes an error."""
         if self.ended:
             return
-        try:
-            content = json.loads(self._data) if self._status and not self._is_stream else None
-        except ValueError:
-            content = None
+        content = None
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if self._status and not self._is_stream:
+                content = json.loads(self._data)
+                content = content if self._status == 200 else content["error"]["message"]
         if content is None:
             self.fail(UNAVAILABLE, "kvern's server ended before the answer was complete: ask again")
         elif self._status != 200:
-            self.fail(code_of(self._status), content["error"]["message"])
+            self.fail(code_of(self._status), str(content))
         else:
             self._news.append(content)
             self.end()
@@ -283,6 +305,14 @@ class Request(asyncio.Protocol):
         yield from ((name, OUTPUTS[name][0], found[name]) for name in RETURNS if name in self._wanted)
 
 
+def whole(name: str, value: Any) -> int:
+    """A number of answers. Raises Refused."""
+    found = int(value) if isinstance(value, float) and value.is_integer() else value
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise Refused(f"{name} is {value!r}: it must be a whole number of at least 1")
+    return found
+
+
 def error_response(code: str, message: str) -> Any:
     """A response without outputs."""
     return pb_utils.InferenceResponse(
@@ -322,7 +352,7 @@ def http_request(path: str, body: bytes | None = None) -> bytes:
 
 
 def fetch(path: str, route: str, body: bytes | None = None) -> tuple[int, bytes]:
-    """The status and content of an answer; status 0 if nothing answers at the socket."""
+    """The status and content of an answer; status 0 if none comes, or one that is cut off."""
     data = b""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10)
@@ -330,8 +360,12 @@ def fetch(path: str, route: str, body: bytes | None = None) -> tuple[int, bytes]
         connection.sendall(http_request(route, body))
         while part := connection.recv(1 << 16):
             data += part
-    head, _, content = data.partition(b"\r\n\r\n")
-    return (int(head.split()[1]) if head else 0), content
+    head, found, content = data.partition(b"\r\n\r\n")
+    status = re.match(rb"HTTP/\S+ (\d+)", head)
+    length = re.search(rb"(?i)\ncontent-length: *(\d+)", head)
+    if status is None or not found or (length is not None and len(content) < int(length[1])):
+        return 0, b""
+    return int(status[1]), content
 
 
 class Figures:
@@ -363,9 +397,11 @@ class Figures:
         """Sets some of the metrics that have changed, and ends those that kvern has no more."""
         for name in self._metrics.keys() - self._known:
             del self._metrics[name]
-        for _ in range(min(MOST_UPDATES, len(self.waiting))):
-            name, value = self.waiting.popitem()
-            self._set(name, value)
+        waiting = self.waiting  # the loop's thread may put another one in its place
+        for _ in range(min(MOST_UPDATES, len(waiting))):
+            name, value = waiting.popitem()
+            with logged("a metric is not set"):
+                self._set(name, value)
 
     def _set(self, name: str, value: float) -> None:
         metric, before = self._metrics.get(name, (None, 0.0))
@@ -443,11 +479,13 @@ class TritonPythonModel:
         self._process = subprocess.Popen(parts, preexec_fn=lambda: ends_with_us(1, signal.SIGTERM))  # noqa: S603
         began = time.monotonic()
         while fetch(self._path, "/ping")[0] != 200:
-            if self._process.poll() is not None:
-                raise pb_utils.TritonModelException(f"{command} ended with {self._process.returncode}: see the log")
-            if time.monotonic() - began > seconds:
+            if (code := self._process.poll()) is not None or time.monotonic() - began > seconds:
                 self._process.kill()
-                raise pb_utils.TritonModelException(f"{command} was not ready in {seconds:g} s: raise start_seconds")
+                self._end_process()
+                late = f"was not ready in {seconds:g} s: raise start_seconds"
+                raise pb_utils.TritonModelException(
+                    f"{command} {late if code is None else f'ended with {code}: see the log'}"
+                )
             time.sleep(0.05)
 
     def is_ready(self) -> bool:
@@ -459,6 +497,7 @@ class TritonPythonModel:
         for asked in requests:
             request = self.REQUEST(self, asked)
             self._requests[request] = None
+            self.told.put(None)  # the sender sleeps without requests, and asks now whether this one is cancelled
             request.read()
             if not request.ended:
                 request.task = asyncio.run_coroutine_threadsafe(self._connect(request), self._loop)
@@ -470,18 +509,26 @@ class TritonPythonModel:
             time.sleep(TICK)
         for request in list(self._requests):
             self._loop.call_soon_threadsafe(request.cancel, UNAVAILABLE, "the model is unloaded: ask again")
-        while self._requests:
+        ends = time.monotonic() + LAST_SECONDS
+        while self._requests and time.monotonic() < ends:
             time.sleep(TICK)
         self._stopped = True
         self.told.put(None)
         self._loop.call_soon_threadsafe(self._scraping.cancel)
         for thread in self._threads:
             thread.join()
-        if self._process is not None:
-            self._process.terminate()
+        self._end_process()
+
+    def _end_process(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
             self._process.wait()
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.dirname(self._path))
+        shutil.rmtree(os.path.dirname(self._path), ignore_errors=True)
 
     def _serve(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
@@ -496,10 +543,11 @@ class TritonPythonModel:
 
     async def _scrape(self) -> None:
         while True:
-            status, text = await self._loop.run_in_executor(None, fetch, self._path, "/metrics")
-            if status == 200:
-                self._figures.read(text.decode())
-                self.told.put(None)
+            with logged("metrics are not read"):
+                status, text = await self._loop.run_in_executor(None, fetch, self._path, "/metrics")
+                if status == 200:
+                    self._figures.read(text.decode())
+                    self.told.put(None)
             await asyncio.sleep(METRIC_SECONDS)
 
     def _send(self) -> None:
@@ -546,6 +594,7 @@ class TritonPythonModel:
         if not self._asking and now - self._asked > CANCEL_SECONDS:
             self._asking, self._asked = list(self._requests), now
         for request in self._asking[:MOST_QUESTIONS]:
-            if not request.ended and request.sender.is_cancelled():
-                self._loop.call_soon_threadsafe(request.cancel, CANCELLED, "the client cancelled the request")
+            with logged("it is not known whether a request was cancelled"):
+                if not request.ended and request.sender.is_cancelled():
+                    self._loop.call_soon_threadsafe(request.cancel, CANCELLED, "the client cancelled the request")
         del self._asking[:MOST_QUESTIONS]

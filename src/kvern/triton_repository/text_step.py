@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
-from kvern_model import INVALID_ARG, UNAVAILABLE, error_response, fetch
+from kvern_model import INVALID_ARG, UNAVAILABLE, code_of, error_response, fetch
 
 INPUTS = {
     "preprocessing": {"QUERY": ("STRING", [1])},
@@ -22,6 +22,10 @@ OUTPUTS = {
     "preprocessing": {"INPUT_ID": ("INT32", [-1]), "REQUEST_INPUT_LEN": ("INT32", [1])},
     "postprocessing": {"OUTPUT": ("STRING", [-1])},
 }
+
+
+class Failed(Exception):
+    """Raised for an answer of kvern that is an error, or for none: Triton's code, and the message."""
 
 
 class TritonPythonModel:
@@ -52,11 +56,13 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         try:
             return pb_utils.InferenceResponse(output_tensors=self._run(request))
-        except (OSError, ValueError) as error:
-            return error_response(INVALID_ARG if isinstance(error, ValueError) else UNAVAILABLE, str(error))
+        except Failed as error:
+            return error_response(*error.args)
+        except ValueError as error:
+            return error_response(INVALID_ARG, str(error))
 
     def preprocessing(self, request: Any) -> list[Any]:
-        """The tokens of a text. Raises OSError, or ValueError for a text that kvern refuses."""
+        """The tokens of a text. Raises Failed, or ValueError for a text that is no UTF-8."""
         text = pb_utils.get_input_tensor_by_name(request, "QUERY").as_numpy().reshape(-1)[0].decode()
         ids = np.array([self._asked("/tokenize", {"prompt": text})["tokens"]], np.int32)
         length = np.array([[ids.shape[1]]], np.int32)
@@ -64,7 +70,7 @@ class TritonPythonModel:
 
     def postprocessing(self, request: Any) -> list[Any]:
         """Texts as they come with the tokens, whose pieces alone have no text of their own; without them those of the
-        tokens. Raises OSError, or ValueError for tokens that kvern refuses."""
+        tokens. Raises Failed."""
         texts = pb_utils.get_input_tensor_by_name(request, "TEXT")
         if texts is not None:
             return [pb_utils.Tensor("OUTPUT", texts.as_numpy())]
@@ -80,8 +86,11 @@ class TritonPythonModel:
     def _asked(self, route: str, body: dict[str, Any]) -> Any:
         status, content = fetch(self._path, route, json.dumps(body).encode())
         if not status:
-            raise OSError(f"kvern does not answer at {self._path}")
-        found = json.loads(content)
-        if status != 200:
-            raise ValueError(found["error"]["message"])
+            raise Failed(UNAVAILABLE, f"kvern gave no whole answer at {self._path}: ask again")
+        try:
+            found = json.loads(content)
+            if status != 200:
+                raise Failed(code_of(status), found["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            raise Failed(UNAVAILABLE, f"kvern's answer to {route} is wrong, with status {status}") from None
         return found

@@ -6,7 +6,7 @@ It lies as model.py beside `kvern_model.py`, which asks `kvern serve`.
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvern_model import Refused, Request
+from kvern_model import Refused, Request, whole
 from kvern_model import TritonPythonModel as TextModel
 
 FIELDS = {
@@ -35,7 +35,9 @@ class TokensRequest(Request):
         given = {ours: self.value(name) for name, (_, ours) in FIELDS.items()}
         body = {ours: value for ours, value in given.items() if value is not None}
         self.streams = bool(self.value("streaming", False))
-        self.count = self.value("beam_width", 1)
+        if (seed := body.get("seed", 0)) >= 1 << 63:  # kvern's seeds have a sign, and -1 is a random one
+            body["seed"] = min(seed - (1 << 64), -2)
+        self.count = whole("beam_width", self.value("beam_width", 1))
         if self.count > 1:
             body |= {"use_beam_search": True, "n": self.count, "length_penalty": self.value("len_penalty", 1.0)}
         end = self.value("end_id")

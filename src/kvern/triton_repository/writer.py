@@ -36,6 +36,7 @@ ENSEMBLE_OUTPUTS = {
     "cum_log_probs": ("FP32", "[ -1 ]"),
 }
 MANY = ("stop_words", "bad_words")
+STEPS = ("preprocessing", "tensorrt_llm", "postprocessing")
 
 
 def config(parameters: Mapping[str, str]) -> str:
@@ -88,14 +89,16 @@ def like_vllm(name: str, parameters: Mapping[str, str]) -> dict[str, str]:
 
 def like_tensorrtllm(name: str, parameters: Mapping[str, str]) -> dict[str, str]:
     """Returns the files of four models by their paths: the ensemble `name` and its steps, as Triton's TensorRT-LLM
-    backend has them."""
+    backend has them. Raises ConfigError for the name of a step."""
+    if name in STEPS:
+        raise ConfigError(f"name is {name!r}: a step of the ensemble has this name; give the ensemble another --name")
     found = {f"{name}/config.pbtxt": ensemble_config(), f"{name}/1/README": "The steps do the work.\n"}
     for step in ("preprocessing", "postprocessing"):
         found[f"{step}/config.pbtxt"] = config({"step": step, **parameters})
         found[f"{step}/1/model.py"] = _text("text_step.py")
     found["tensorrt_llm/config.pbtxt"] = config(parameters)
     found["tensorrt_llm/1/model.py"] = _text("tokens_model.py")
-    for step in ("preprocessing", "tensorrt_llm", "postprocessing"):
+    for step in STEPS:
         found[f"{step}/1/kvern_model.py"] = _text("model.py")
     return found
 
