@@ -20,6 +20,8 @@ from kvern.cli.main import main, read_command
 from kvern.deploy import again, plan, tune
 from kvern.deploy.again import tuned_here
 from kvern.deploy.description import Bundled, Description, as_toml, device_names, read_bundle
+from kvern.deploy.journal import Journal, write_whole
+from kvern.deploy.stage import Asked, Work
 from kvern.deploy.tuner import Knob, Trial, Tuner
 from kvern.deploy.workload import Run, Workload
 from kvern.engine.engine import Engine
@@ -355,9 +357,24 @@ def test_a_bundle_stays_whole_if_another_run_is_refused(
         assert main([*command, *given]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
         assert not (out / "UNFINISHED").exists() and (out / "journal" / "asked.json").read_bytes() == asked
+    monkeypatch.undo()
+
+    def refused(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(ConfigError, match="a cannot be written: No space left on device"):
+        write_whole(tmp_path / "a", b"1")
     (out / "UNFINISHED").touch()
     assert main(["deploy", str(out / "deploy.toml"), "--out", str(tmp_path / "again")]) == 2
     assert "is an unfinished bundle" in capsys.readouterr().err
+
+
+def test_what_ended_early_stands_unless_there_is_more_time(tmp_path: Path) -> None:
+    ended = tune.Tuned({}, 1.0, ended_early=True, allowed=10.0)
+    for seconds, stands in ((10.0, True), (5.0, True), (11.0, False)):
+        asked = Asked("model", tmp_path, tune_seconds=seconds)
+        assert tune.Tune().stands(Work(asked, Journal(tmp_path), print), ended) is stands
 
 
 def test_an_engine_that_did_not_start_is_tried_again_by_the_next_process(tmp_path: Path) -> None:

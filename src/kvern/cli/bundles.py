@@ -31,11 +31,11 @@ def with_bundle(command: Any, given: Set[str]) -> tuple[Any, list[str]]:
             f"{folder / UNFINISHED}"
         )
     bundled = read_bundle(folder)
+    bundled.check_sizes()
     apart = bundled.differences()
     notes = [f"{folder} was tuned elsewhere ({apart}): its options may not be the fastest here"] if apart else []
     if apart and type(command).__name__ == "ServeCommand":
         bundled, notes = tuned_here(bundled, apart)
-    bundled.check_sizes()
     options = {name: value for name, value in bundled.options.items() if name not in given or name == "model"}
     if (bundled.folder / KERNELS).exists():
         notes = [*notes, f"{bundled.folder / KERNELS} is not used: code is loaded from kvern's own cache folder alone"]

@@ -8,6 +8,7 @@
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,12 +104,18 @@ class Bundled(msgspec.Struct):
     def check_contents(self) -> None:
         """Raises ConfigError if a file of the weights is not as it was written. Reads all of them."""
         self.check_sizes()
-        if not self.bundle.files:
+        weights = self.bundle.weights
+        if weights is None or Path(weights).is_absolute():
             return
-        found = set(contents_of(self.folder / str(self.bundle.weights)))
+        if not self.bundle.files:
+            raise ConfigError(f"{self.folder / NAME} has no digests of the weights: make the bundle again of its model")
+        try:
+            found = set(contents_of(self.folder / weights))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.folder / weights} cannot be read: {reason(error)}") from None
         for line in self.bundle.files:
             if line not in found:
-                path = self.folder / str(self.bundle.weights) / line.split(" ", 2)[2]
+                path = self.folder / weights / line.split(" ", 2)[2]
                 raise ConfigError(f"{path} is not what was written: copy the bundle again, or make it again")
 
     def differences(self) -> str:
@@ -180,6 +187,8 @@ def read_bundle(folder: Path) -> Bundled:
         ) from None
     if bundle.format != FORMAT:
         raise ConfigError(f"{path} has format {bundle.format}, and this version of kvern reads {FORMAT}")
+    if wrong := [line for line in bundle.files if not re.match(r"\d+ [0-9a-f]+ .", line, re.DOTALL)]:
+        raise ConfigError(f"{path} has {shown(wrong[0])} in files: it must be a size, a digest and a name")
     known = {option.name for option in dataclasses.fields(EngineConfig)}
     for name in engine:
         if name not in known or name in REFUSED:

@@ -37,14 +37,20 @@ class Entry(msgspec.Struct):
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file, which has either the old content or all of the new one whenever the process may end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replaces a file, which has either the old content or all of the new one whenever the process may end.
+
+    Raises ConfigError, for example if the disk is full.
+    """
     new = path.with_name(f".{path.name}.new")
-    with new.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {reason(error)}") from None
 
 
 class Journal:

@@ -170,7 +170,8 @@ class Noted:
         self._given: dict[str, int] = {}
         try:
             stored = msgspec.json.decode(path.read_bytes())
-            self._known = stored["runs"] if stored["key"] == key else {}
+            known = stored["runs"] if stored["key"] == key else {}
+            self._known = {name: [run for run in runs if run < 1e300] for name, runs in known.items()}
         except (OSError, ValueError, KeyError):
             pass  # nothing is known yet
 
