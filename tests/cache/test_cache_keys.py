@@ -144,7 +144,10 @@ def test_a_model_is_known_by_its_files_wherever_they_lie(tiny_model: Path, tmp_p
     trained = model_identity(copy)
     assert trained != before, "the same shapes with other weights are another model"
     (copy / "config.json").write_bytes((copy / "config.json").read_bytes() + b" ")
-    assert model_identity(copy) not in (before, trained)
+    edited = model_identity(copy)
+    assert edited not in (before, trained)
+    (copy / "kvern_model.json").write_text("{}")
+    assert model_identity(copy) != edited, "another description is another model"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT

@@ -4,17 +4,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig
 
 from kvern import LLM, SamplingParams
 from kvern.cli.main import main
 from kvern.describing import proof, search
 from kvern.errors import CorruptCheckpoint, UnsupportedModel
+from kvern.models.decoder import Decoder
 from kvern.models.loader import read_config
-from kvern.models.registry import is_described, spec_from_config
+from kvern.models.registry import KEY, is_described, spec_from_config
 from kvern.models.spec_file import FILE, from_data, to_data
 from kvern.spec.model import ModelSpec
 from tests.support.families import FAMILIES, make_checkpoint, reference_greedy
@@ -46,6 +49,36 @@ def test_a_type_with_other_parts_is_refused(model_type: str) -> None:
         search.search(AutoConfig.for_model(model_type))
 
 
+CHANGING = {
+    "chunks": ("llama4_text", {"attention_chunk_size": 128}, "layers of the types chunked_attention"),
+    "queries that grow": (
+        "llama4_text",
+        {"layer_types": ["full_attention"] * 2},
+        "floor_scale is|_chunk",
+    ),
+    "a limit": ("jais2", {"swiglu_limit": 7.0}, "swiglu_limit is 7.0, whose effect"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGING)
+def test_what_a_short_prompt_does_not_show_is_refused(what: str) -> None:
+    model_type, settings, message = CHANGING[what]
+    with pytest.raises(UnsupportedModel, match=message):
+        search.search(AutoConfig.for_model(model_type, num_hidden_layers=2, **settings))
+
+
+def test_attention_that_changes_at_a_position_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries grow from a position on, which is a setting without a telling name."""
+    right = search.logits_of
+
+    def scaled(decoder: Decoder, ids: Tensor, first: int = 0) -> Tensor:
+        return right(decoder, ids, first) * (1.1 if first >= 300 else 1.0)
+
+    monkeypatch.setattr(search, "logits_of", scaled)
+    with pytest.raises(UnsupportedModel, match=r"off by 0\..* of their spread from position 300 on"):
+        search.search(AutoConfig.for_model("jais2", num_hidden_layers=2, grows_from=300))
+
+
 def _offset(spec: ModelSpec) -> ModelSpec:
     return replace(spec, norm=replace(spec.norm, offset=1.0))
 
@@ -73,7 +106,7 @@ def test_a_wrong_description_is_noticed(
     folder = make_checkpoint("jais2", tmp_path)
     with pytest.raises(UnsupportedModel, match="none of 1 candidates computes what transformers does"):
         proof.describe(folder)
-    monkeypatch.setattr(search, "AGREEMENT", 100.0)
+    monkeypatch.setattr(search, "difference", lambda *_: 0.0)
     with pytest.raises(UnsupportedModel, match="with its own layers 0, 2 logits are off by"):
         proof.describe(folder)
 
@@ -92,6 +125,21 @@ def test_a_described_model_is_served_by_kvern(
     assert f"kvern computes hy_v3 by the description in {folder / FILE}" in caplog.text
     assert main(["describe", str(folder)]) == 0
     assert "is described already" in capsys.readouterr().out
+    with pytest.raises(UnsupportedModel, match=r"made for another config\.json.*describe the model again"):
+        LLM(str(folder), threads=1, max_model_len=64, kv_cache_tokens=128, hf_overrides={"rms_norm_eps": 1e-3})
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 0.001'))
+    with pytest.raises(UnsupportedModel, match=r"made for another config\.json"):
+        read_config(folder)
+    assert main(["describe", str(folder)]) == 0
+    assert spec_from_config(read_config(folder)).norm.epsilon == 1e-3
+
+
+def test_a_description_beside_a_model_of_a_family_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    (folder / FILE).write_text("{}")
+    assert KEY not in read_config(folder)
+    assert f"{folder / FILE} is ignored: a family of kvern" in caplog.text
 
 
 def test_weights_that_do_not_fit_write_nothing(tmp_path: Path) -> None:
@@ -137,8 +185,21 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {  # type: ignore[type-
     "no layers": (lambda data: data | {"layers": 3}, "cannot be read"),
     "a slow rename": (lambda data: data | {"renames": [_rename(r"^(a+)+$", "b")]}, "kvern_model.json"),
     "an impossible rename": (lambda data: data | {"renames": [_rename(r"a", r"\1")]}, "is not possible"),
+    "a slow expression": (lambda data: data | {"ignored": [r"^(a+)+$"]}, "may take forever"),
+    "an open expression": (lambda data: data | {"ignored": ["("]}, "cannot be read"),
+    "a huge head": (lambda data: _in_layer(data, "mixer", head_dim=1 << 30), "head_dim is 1073741824: .* at most 4096"),
+    "a huge rotation": (lambda data: _in_layer(data, "rope", dim=1 << 30), "dim is 1073741824: it must be at most"),
+    "norms elsewhere": (lambda data: data | {"block": {"is": "BlockSpec", "norms": {"above": "x"}}}, "norms is"),
+    "norms in a list": (lambda data: data | {"block": {"is": "BlockSpec", "norms": [1]}}, "norms is"),
+    "a dtype": (lambda data: data | {"dtype": "int3"}, "dtype is 'int3'"),
+    "a cap of 0": (lambda data: data | {"scales": {"is": "ScaleSpec", "softcap": 0.0}}, "softcap is 0.0"),
     "a list": (lambda data: [data], "cannot be read"),
 }
+
+
+def _in_layer(data: dict[str, Any], part: str, **changes: int) -> dict[str, Any]:
+    count, layer = data["layers"][0]
+    return data | {"layers": [[count, layer | {part: layer[part] | changes}]]}
 
 
 def _rename(pattern: str, replacement: str) -> dict[str, str]:

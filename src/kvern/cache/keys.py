@@ -149,12 +149,14 @@ def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:
 def model_identity(folder: Path, *layout: object) -> bytes:
     """Returns the identity of a model's keys and values: 16 bytes, equal for equal files in any folder.
 
-    Reads config.json and of each file of weights the size, the header and SAMPLES pieces of the weights, which
-    distinguish a model from another one trained from it. `layout` is whatever else makes blocks differ: dtypes, block
-    size. Raises OSError, ValueError or CorruptCheckpoint.
+    Reads config.json, the description beside it, and of each file of weights the size, the header and SAMPLES pieces of
+    the weights, which distinguish a model from another one trained from it. `layout` is whatever else makes blocks
+    differ: dtypes, block size. Raises OSError, ValueError or CorruptCheckpoint.
     """
     state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvern model")
-    for part in (repr(layout).encode(), read_whole(folder / "config.json")):
+    described = folder / "kvern_model.json"  # what kvern computes may depend on it (models/spec_file.py)
+    parts = [repr(layout).encode(), read_whole(folder / "config.json")]
+    for part in (*parts, *([read_whole(described)] if described.is_file() else [])):
         state.update(digest(part))
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.gguf")]):
         with open_regular(file) as stream:

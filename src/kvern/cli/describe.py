@@ -29,19 +29,14 @@ class DescribeCommand:
 
     def execute(self) -> int:
         """Writes the description and returns the exit code. Raises KvernError if there is none."""
-        from kvern.models.embedder import spec_of_folder
+        from kvern.io.files import read_object
         from kvern.models.hub import resolve_model
-        from kvern.models.loader import read_config
-        from kvern.models.registry import is_described
         from kvern.models.spec_file import FILE, to_text
 
         folder = resolve_model(self.model)
         output = self.output or folder / FILE
-        config = read_config(folder)
-        if is_described(config):
-            spec_of_folder(folder, config)
-            where = f"{folder / FILE} is there" if (folder / FILE).exists() else "a family of kvern"
-            sys.stdout.write(f"{self.model} is described already: {where}\n")
+        if (known := self._known(folder)) is not None:
+            sys.stdout.write(f"{self.model} is described already: {known}\n")
             return 0
         try:
             from kvern.describing.proof import describe
@@ -53,8 +48,24 @@ class DescribeCommand:
             raise UnsupportedModel(f"{self.model} cannot be described: {error}") from error
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         try:
-            output.write_text(to_text(spec))
+            output.write_text(to_text(spec, read_object(folder / "config.json")))
         except OSError as error:
             raise ConfigError(f"output {output} cannot be written: {error.strerror}") from error
         sys.stdout.write(f"written to {output}\n")
         return 0
+
+    def _known(self, folder: Path) -> str | None:
+        """What describes the model already; None: nothing, or a file that was made for another config.json."""
+        from kvern.models.embedder import spec_of_folder
+        from kvern.models.loader import read_config
+        from kvern.models.registry import is_described
+        from kvern.models.spec_file import FILE, is_current
+
+        config = read_config(folder, described=False)
+        if is_described(config):
+            spec_of_folder(folder, config)
+            return "a family of kvern"
+        if not is_current(folder):
+            return None
+        spec_of_folder(folder, read_config(folder))
+        return f"{folder / FILE} is there"

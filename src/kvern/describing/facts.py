@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvern.errors import UnsupportedModel
 from kvern.models.describe import read_activation, read_groups, read_rope
-from kvern.models.fallback.description import attention_calls, meta_model
+from kvern.models.fallback.description import attention_calls, check_windows, meta_model
 from kvern.models.fallback.likeness import like_embedding, like_mlp, like_norm
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import MlpSpec, MoeSpec, NormSpec, Rename, RopeSpec
@@ -74,6 +74,7 @@ def facts_of(config: PreTrainedConfig) -> Facts:
     text = config.get_text_config()
     settings = text.to_dict()
     calls = attention_calls(model)
+    check_windows(text, calls)
     path, layers = _layers(model, text.num_hidden_layers)
     if len(calls) != len(layers):
         raise UnsupportedModel(f"{len(calls)} attentions in {len(layers)} layers")

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from kvern.describing.facts import facts_of
-from kvern.describing.search import AGREEMENT, Found, load, logits_of, search
-from kvern.describing.small import TOKENS
+from kvern.describing.search import Found, bound, difference, load, logits_of, search
+from kvern.describing.small import TOKENS, far_position, logits_at
 from kvern.errors import UnsupportedModel
 from kvern.layers.build import Build
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
@@ -38,7 +38,7 @@ def describe(folder: Path) -> tuple[ModelSpec, list[str]]:
         raise UnsupportedModel("it has parts beside its language model (text_config)")
     found = search(config)
     stored = read_headers(folder)
-    settings = read_settings(folder)
+    settings = read_settings(folder, described=False)
     methods = stored_methods(settings, found.spec, stored)
     build = Build(choose_dtype("auto", found.spec, folder), torch.device("meta"), 1, linear=methods)
     check_fits(outline_of(found.spec, build), folder, stored)
@@ -78,14 +78,18 @@ def _try_own_layers(folder: Path, config: PreTrainedConfig, spec: ModelSpec, sto
             part, dtype=torch.float32, attn_implementation="eager", local_files_only=True, trust_remote_code=False
         )
         with torch.inference_mode():
-            own: Tensor = model.eval()(input_ids=ids[None], use_cache=False).logits[0]
+            own = {first: logits_at(model.eval(), ids, first) for first in (0, far_position(config))}
         del model
-        found = logits_of(load(spec, part), ids)
-    off = float((found - own).abs().max() / own.std())
+        decoder = load(spec, part)
+        offs = {first: difference(logits_of(decoder, ids, first), logits) for first, logits in own.items()}
     which = ", ".join(map(str, kept))
-    if not off <= AGREEMENT:
-        raise UnsupportedModel(f"with its own layers {which} logits are off by {off:.2g} of their spread")
-    return f"with its own layers {which} logits are off by {off:.1g} of their spread"
+    for first, off in offs.items():
+        if off > bound(first):
+            raise UnsupportedModel(
+                f"with its own layers {which} logits are off by {off:.2g} of their spread from position {first} on"
+            )
+    told = ", ".join(f"{off:.1g} from position {first} on" for first, off in offs.items())
+    return f"with its own layers {which} logits are off by these shares of their spread: {told}"
 
 
 def _cut(config: PreTrainedConfig, count: int) -> tuple[PreTrainedConfig, list[int]]:

@@ -24,6 +24,7 @@ from kvern.layers.build import Build
 from kvern.models.checkpoint import read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.describe import with_groups
+from kvern.models.fallback.description import check_decoder
 from kvern.models.limits import check_spec
 from kvern.models.loader import filled_model
 from kvern.request.step import ScheduledTokens
@@ -31,12 +32,17 @@ from kvern.spec.model import LayerSpec, ModelSpec, MoeSpec, Placement, QueryKeyN
 
 AGREEMENT = 1e-4
 """The largest difference of logits in float32, as a share of their spread."""
+FAR_AGREEMENT = 1e-3
+ROUNDING = 2.0**-22
+"""The same at far positions, and what is added for each position before: angles are rounded as they grow."""
 MOST = 800
 """Candidates that are tried."""
 MOST_IMPOSSIBLE = 32
 """Candidates of which no decoder can be made, if there are no others before."""
 _IMPOSSIBLE = (ValueError, RuntimeError, AssertionError, LookupError, TypeError)
 BLOCK_SIZE = 16
+_UNKNOWN = re.compile("chunk|floor|window|temperature|limit|clip|clamp")
+_KNOWN = re.compile(r"^(use_)?sliding_window$|^max_window_layers$|sliding_window_pattern$")
 _PLACES: tuple[Placement, ...] = ("attention_in", "mlp_in", "attention_out", "mlp_out")
 _HINTS: Mapping[Placement, str] = {
     "attention_in": r"^input|pre_att|^att|ln_1|self_attention",
@@ -80,6 +86,8 @@ class Found:
 
 def search(config: PreTrainedConfig) -> Found:
     """The specification of a configuration's model, proved on a small model. Raises UnsupportedModel if none agrees."""
+    check_decoder(config.get_text_config())
+    _check_settings(config)
     with small_model(config) as small:
         names = [tensor.name for tensor in read_headers(small.folder)]
         try:
@@ -96,6 +104,7 @@ def search(config: PreTrainedConfig) -> Found:
                 if tried >= MOST_IMPOSSIBLE and closest == math.inf:
                     raise UnsupportedModel(f"no decoder can be made of what is found: {reason(error)}") from error
             if off <= AGREEMENT:
+                _check_far(small, spec_of(facts, choice))
                 whole = replace(facts_of(config), renames=facts.renames)
                 return Found(spec_of(whole, choice), choice, tried, off)
             closest = min(closest, off)
@@ -103,6 +112,13 @@ def search(config: PreTrainedConfig) -> Found:
         f"none of {len(candidates)} candidates computes what transformers does: the logits of the closest are off by "
         f"{closest:.2g} of their spread"
     )
+
+
+def _check_settings(config: PreTrainedConfig) -> None:
+    """Raises UnsupportedModel for settings whose effect a short prompt and small numbers do not show."""
+    for name, value in config.get_text_config().to_dict().items():
+        if value and _UNKNOWN.search(name) and not _KNOWN.search(name):
+            raise UnsupportedModel(f"{name} is {value!r:.60}, whose effect a small model does not show")
 
 
 def choices(facts: Facts) -> Iterator[Choice]:
@@ -206,18 +222,39 @@ def deviation(small: SmallModel, spec: ModelSpec) -> float:
     Raises KvernError, or an error of PyTorch or Python, if no decoder can be made of the specification.
     """
     check_spec(spec)
-    off = float((logits_of(load(spec, small.folder), small.ids) - small.logits).abs().max() / small.logits.std())
+    return difference(logits_of(load(spec, small.folder), small.ids), small.logits)
+
+
+def _check_far(small: SmallModel, spec: ModelSpec) -> None:
+    """Raises UnsupportedModel if the logits of the prompt differ at far positions."""
+    decoder = load(spec, small.folder, small.far + len(small.ids))
+    off = difference(logits_of(decoder, small.ids, small.far), small.far_logits)
+    if off > bound(small.far):
+        raise UnsupportedModel(f"logits are off by {off:.2g} of their spread from position {small.far} on")
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference of logits, as a share of the spread of those that are wanted."""
+    off = float((found - wanted).abs().max() / wanted.std())
     return math.inf if math.isnan(off) else off
 
 
-def load(spec: ModelSpec, folder: Path) -> Decoder:
-    """The float32 decoder of a specification with the weights of a folder. Raises KvernError."""
-    build = Build(torch.float32, torch.device("cpu"), spec.max_position_embeddings)
+def bound(first: int) -> float:
+    """The largest `difference` of a prompt whose first token is at a position."""
+    return FAR_AGREEMENT + ROUNDING * first if first else AGREEMENT
+
+
+def load(spec: ModelSpec, folder: Path, length: int = 0) -> Decoder:
+    """The float32 decoder of a specification with the weights of a folder, for positions before `length` at least.
+
+    Raises KvernError.
+    """
+    build = Build(torch.float32, torch.device("cpu"), max(spec.max_position_embeddings, length))
     return filled_model(Decoder, spec, build, folder, read_headers(folder))
 
 
-def logits_of(decoder: Decoder, ids: Tensor) -> Tensor:
-    """The logits `[tokens, vocab]` of one prompt `[tokens]` over a cache."""
+def logits_of(decoder: Decoder, ids: Tensor, first: int = 0) -> Tensor:
+    """The logits `[tokens, vocab]` of one prompt `[tokens]` over a cache, whose first token is at a position."""
     spec = decoder.spec
     blocks = -(-len(ids) // BLOCK_SIZE)
     rows = BatchRows(1, len(ids), blocks, torch.device("cpu"))
@@ -227,4 +264,4 @@ def logits_of(decoder: Decoder, ids: Tensor) -> Tensor:
     attention = TorchAttention(CacheOptions(*given, sinks=decoder.sinks))
     batch = build_input_batch(rows, [ScheduledTokens(0, 0, len(ids), 1)], BLOCK_SIZE)
     with torch.inference_mode():
-        return decoder.logits(decoder(batch.token_ids, batch.positions, attention.plan(batch)))
+        return decoder.logits(decoder(batch.token_ids, batch.positions + first, attention.plan(batch)))

@@ -1,6 +1,7 @@
 """A small random model of a type, as transformers makes, computes and saves it."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvern.errors import UnsupportedModel, in_a_line
 from kvern.models.fallback.decoder import quiet
+from kvern.models.limits import SIZES
 
 LAYERS = 4
 VOCABULARY = 131
@@ -46,18 +48,25 @@ _SIZES: dict[str, int] = {
     "num_nextn_predict_layers": 0,
 }
 _MOST = {"num_experts_per_tok": 3, "moe_k": 3, "moe_topk": 3, "top_k_experts": 3}
+MOST_FAR = 1 << 18
+"""The last position that is tried, at most."""
 _LEFT_OUT = ("architectures", "transformers_version", "dtype", "model_type", "quantization_config")
 
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A model with random weights, saved in `folder`, and its `logits [tokens, vocab]` of the prompt `ids [tokens]`."""
+    """A model with random weights, saved in `folder`, and its `logits [tokens, vocab]` of the prompt `ids [tokens]`.
+
+    `far_logits` are those of the same prompt from the position `far` on.
+    """
 
     config: PreTrainedConfig
     model: PreTrainedModel
     folder: Path
     ids: Tensor
     logits: Tensor
+    far: int
+    far_logits: Tensor
 
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -94,12 +103,38 @@ def small_model(config: PreTrainedConfig) -> Iterator[SmallModel]:
             model: PreTrainedModel = built.float().eval()
             _fill(model)
             ids = torch.randint(2, VOCABULARY, (TOKENS,))
-            logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
+            far = far_position(config)
+            logits, far_logits = (logits_at(model, ids, first) for first in (0, far))
             with quiet():
                 model.save_pretrained(folder)
         except Exception as error:  # whatever a model raises that its configuration does not fit
             raise UnsupportedModel(f"no small model of this type can be made: {in_a_line(error)}") from error
-        yield SmallModel(model.config, model, Path(folder), ids, logits.float())
+        yield SmallModel(model.config, model, Path(folder), ids, logits, far, far_logits)
+
+
+def far_position(config: PreTrainedConfig) -> int:
+    """A position behind all numbers of the settings at which attention may change: windows, chunks, trained lengths."""
+    text = config.get_text_config()
+    most = max(min(text.max_position_embeddings, MOST_FAR) - TOKENS, 0)
+    return max([number for number in _numbers(text.to_dict()) if number <= most], default=min(TOKENS, most))
+
+
+def _numbers(settings: Mapping[str, Any]) -> Iterator[int]:
+    """The whole numbers of settings that are neither sizes of parts nor tokens, and more than the tokens tried."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int | float) and float(value).is_integer() and value >= TOKENS:
+            is_size = name in SIZES and "position" not in name
+            if not is_size and not re.search("_size$|token_id$|theta$", name):
+                yield int(value)
+
+
+def logits_at(model: Any, ids: Tensor, first: int) -> Tensor:
+    """The logits `[tokens, vocab]` by transformers of a prompt whose first token is at a position."""
+    positions = torch.arange(first, first + len(ids))[None]
+    logits: Tensor = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
+    return logits.float()
 
 
 def _fill(model: PreTrainedModel) -> None:

@@ -49,9 +49,20 @@ POSITIVE = frozenset(
     {"vocab_size", "hidden_size", "max_position_embeddings", "heads", "kv_heads", "head_dim", "width", "experts"}
     | {"top_k", "groups", "top_groups", "theta", "dim", "window", "trained_len"}
     | {"key_heads", "value_heads", "key_dim", "value_dim", "kernel", "channels", "state_dim"}
-    | {"streams", "laurel_rank"}
+    | {"streams", "laurel_rank", "softcap"}
     | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 )
+
+
+_MOST: Mapping[str, int] = {
+    **dict.fromkeys(("heads", "kv_heads", "head_dim", "dim", "experts", "groups", "top_groups"), 1 << 12),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "key_heads", "value_heads"), 1 << 12),
+    **dict.fromkeys(("key_dim", "value_dim", "state_dim"), 1 << 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "laurel_rank"), SIZES["kv_lora_rank"]),
+    **dict.fromkeys(("width", "shared_width", "channels"), SIZES["mamba_d_ssm"]),
+    **{name: SIZES[name] for name in ("hidden_size", "vocab_size", "max_position_embeddings")},
+}
+"""The largest allowed values of a description, which may come from a file."""
 
 
 class Unfit(ValueError):
@@ -101,8 +112,6 @@ def check_spec(spec: ModelSpec) -> None:
     for name, hint in _hints(ModelSpec).items():
         if name != "layers":
             _check(name, getattr(spec, name), hint)
-    if spec.norm.epsilon < 0:
-        raise Unfit(f"the norms' epsilon is {spec.norm.epsilon}: it must not be below 0")
     if not spec.attentions:
         raise Unfit(
             f"none of {len(spec.layers)} layers attends, by layer_types or its older names: kvern schedules by a KV "
@@ -243,11 +252,18 @@ def _check(name: str, value: Any, hint: Any) -> None:
             _check(name, item, get_args(hint)[0])
     elif not _fits(value, hint, origin):
         raise Unfit(f"{name} is {value!r:.60}: it must be {_wanted(hint)}", value)
+    elif type(value) is int and value > _MOST.get(name, value):
+        raise Unfit(f"{name} is {value!r:.60}: it must be at most {_MOST[name]}", value)
+    elif name == "epsilon" and value < 0:
+        raise Unfit(f"the norms' epsilon is {value}: it must not be below 0")
     elif name in POSITIVE and value <= 0:
         raise Unfit(f"{name} is {value!r:.60}: it must be above 0", value)
 
 
 def _fits(value: Any, hint: Any, origin: Any) -> bool:
+    if origin is Mapping:
+        names = get_args(get_args(hint)[0])
+        return isinstance(value, Mapping) and all(key in names and _fits(at, str, None) for key, at in value.items())
     if origin is Literal:
         return value in get_args(hint)
     if hint is bool:

@@ -54,13 +54,16 @@ QUANTIZATION_NAME = "hf_quant_config.json"
 """The file in which Model Optimizer describes its quantization."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, *, described: bool = True) -> dict[str, Any]:
     """The `config.json` of a model folder, with a `quantization_config` from its `text_config` or from another file.
 
-    Raises ModelNotFound if there is none, CorruptCheckpoint if it is not a JSON object.
+    `described`: with the description beside it. Raises ModelNotFound if there is no config.json, CorruptCheckpoint if
+    it is not a JSON object, UnsupportedModel if the description was made for another one.
     """
     try:
-        config = with_file(folder, read_object(folder / "config.json"))
+        config = read_object(folder / "config.json")
+        if described:
+            config = with_file(folder, config)
         text = config.get("text_config")
         if isinstance(text, dict) and "quantization_config" in text:
             config.setdefault("quantization_config", text["quantization_config"])

@@ -1,9 +1,12 @@
 """A `ModelSpec` as plain data: what `kvern describe` writes beside a model's config.json, and how it is read."""
 
+import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,24 +15,60 @@ from kvern.errors import KvernError, UnsupportedModel
 from kvern.formats.choice import checked
 from kvern.io.files import read_object, reason
 from kvern.models.limits import MOST_LAYERS, check_spec
-from kvern.models.registry import KEY
+from kvern.models.registry import KEY, is_described
 from kvern.spec import mixers, model, rope_scaling, rope_stretching
 from kvern.spec.model import ModelSpec, Rename
 
+logger = logging.getLogger("kvern")
+
 FILE = "kvern_model.json"
+CONFIG = "config"
+"""The key of the file under which the digest of the configuration is for which it was made."""
+DTYPES = (None, "bfloat16", "float16", "float32")
 _CLASSES: Mapping[str, type] = {
     name: item
     for module in (model, mixers, rope_scaling, rope_stretching)
     for name, item in vars(module).items()
     if isinstance(item, type) and is_dataclass(item)
 }
+_UNREADABLE = (TypeError, ValueError, AttributeError, LookupError, RecursionError, ArithmeticError)
 _REPLACEMENT = re.compile(r"(?:[\w.]|\\[1-9])*")
 
 
 def with_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with the description that lies beside it, if one does. Raises CorruptCheckpoint."""
+    """A configuration with the description that lies beside it, if one does, and no family describes it.
+
+    Raises CorruptCheckpoint, or UnsupportedModel if the description was made for another configuration.
+    """
     path = folder / FILE
-    return config | {KEY: read_object(path)} if path.is_file() else config
+    if not path.is_file():
+        return config
+    if is_described(config):
+        _tell_once(f"{path} is ignored: a family of kvern describes this model")
+        return config
+    data = read_object(path)
+    if data.pop(CONFIG, None) != digest_of(config):
+        raise UnsupportedModel(
+            f"{path} was made for another config.json, before an edit or without --hf-overrides: describe the model "
+            "again with kvern describe, or remove that file"
+        )
+    return config | {KEY: data}
+
+
+def is_current(folder: Path) -> bool:
+    """True if a description lies in the folder that was made for the config.json there. Raises CorruptCheckpoint."""
+    path = folder / FILE
+    return path.is_file() and read_object(path).get(CONFIG) == digest_of(read_object(folder / "config.json"))
+
+
+@cache
+def _tell_once(line: str) -> None:
+    logger.warning(line)
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """The digest of what a config.json says."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 def to_data(spec: ModelSpec) -> dict[str, Any]:
@@ -40,9 +79,9 @@ def to_data(spec: ModelSpec) -> dict[str, Any]:
     return data
 
 
-def to_text(spec: ModelSpec) -> str:
-    """The contents of the file."""
-    return json.dumps(to_data(spec), indent=1) + "\n"
+def to_text(spec: ModelSpec, config: Mapping[str, Any]) -> str:
+    """The contents of the file for the model of a config.json."""
+    return json.dumps({CONFIG: digest_of(config), **to_data(spec)}, indent=1) + "\n"
 
 
 def from_data(data: Any) -> ModelSpec:
@@ -56,11 +95,15 @@ def from_data(data: Any) -> ModelSpec:
         if not isinstance(spec, ModelSpec):
             raise UnsupportedModel(f"it describes a {type(spec).__name__}, and no ModelSpec")
         check_spec(spec)
+        if spec.dtype not in DTYPES:
+            raise UnsupportedModel(f"dtype is {spec.dtype!r:.60}: it must be bfloat16, float16 or float32")
         for rename in spec.renames:
             _check_rename(rename)
+        for pattern in spec.ignored:
+            re.compile(checked(pattern))
     except KvernError as error:
         raise UnsupportedModel(f"{FILE}: {error}") from None
-    except (TypeError, ValueError, AttributeError, LookupError, RecursionError, ArithmeticError, re.error) as error:
+    except (*_UNREADABLE, re.error, MemoryError) as error:
         raise UnsupportedModel(f"{FILE} cannot be read: {reason(error)}") from error
     return spec
 

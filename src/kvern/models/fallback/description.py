@@ -35,7 +35,9 @@ def describe(folder: Path) -> TransformersSpec:
     """
     config = read_config(folder)
     try:
-        _check_config(config)
+        check_decoder(config)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedModel("its weights are quantized: use a checkpoint in bfloat16, float16 or float32")
         return _describe(config)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{config.model_type} cannot run through transformers: {error}") from error
@@ -51,14 +53,13 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _check_config(config: PreTrainedConfig) -> None:
+def check_decoder(config: PreTrainedConfig) -> None:
+    """Raises UnsupportedModel if the configuration is not that of a decoder over a cache of keys and values alone."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     if config.is_encoder_decoder:
         raise UnsupportedModel("it has an encoder, and kvern runs decoders alone")
     _check_class(config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel("its weights are quantized: use a checkpoint in bfloat16, float16 or float32")
     if kinds - ATTENDING:
         raise UnsupportedModel(f"it has layers of the types {', '.join(sorted(kinds - ATTENDING))}")
     sizes = {name: size for name in SIZES if isinstance(size := getattr(text, name, None), int)}
@@ -75,7 +76,7 @@ def _describe(config: PreTrainedConfig) -> TransformersSpec:
     _check_body(model)
     text = config.get_text_config()
     calls = attention_calls(model)
-    _check_windows(text, calls)
+    check_windows(text, calls)
     if len(calls) < text.num_hidden_layers:
         raise UnsupportedModel(f"{len(calls)} of its {text.num_hidden_layers} layers attend")
     dtype = config.dtype if config.dtype is not None else text.dtype
@@ -143,8 +144,11 @@ def attention_calls(model: PreTrainedModel) -> tuple[AttentionSpec, ...]:
     return tuple(found)
 
 
-def _check_windows(text: PreTrainedConfig, calls: tuple[AttentionSpec, ...]) -> None:
-    """Checks that the windows of the calls are those of the masks that transformers would make."""
+def check_windows(text: PreTrainedConfig, calls: tuple[AttentionSpec, ...]) -> None:
+    """Checks that the windows of the calls are those of the masks that transformers would make.
+
+    Raises UnsupportedModel.
+    """
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if getattr(text, "use_sliding_window", True) is False:
