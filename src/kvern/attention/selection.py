@@ -1,21 +1,22 @@
 """The choice of attention libraries on this GPU: each is checked and timed on the model's shapes, and remembered.
 
 An optional library that is not installed, does not build, or answers wrongly is passed over with the reason. PyTorch's
-own attention is timed, too, on all cards but that on which the tiles of kvern's kernels were chosen.
+own attention is timed, too, on all cards but that on which the tiles of kvern's kernels were chosen. Without memory to
+time anything kvern's kernels attend.
 """
 
 import importlib.metadata
 import importlib.util
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvern.attention.base import AttentionKernels, OwnKernels
+from kvern.attention.base import AttentionKernels, OwnKernels, PlannedAttention
 from kvern.attention.eight_bit import LARGEST_CODE
 from kvern.attention.expanded import ExpandedAttention
 from kvern.attention.gathered import GatheredKernels
@@ -47,9 +48,12 @@ PHASES: Mapping[str, tuple[str, list[tuple[int, int]]]] = {
     "decode, long": ("decode", [(8191, 1)] * 64),
     "prefill, short": ("short_prefill", [(0, 512)] * 16),
     "prefill, long": ("long_prefill", [(0, 4096)] * 2),
+    "prefill, mixed, new": ("mixed", [(0, 2048)] * 2),
     "prefill, mixed": ("mixed", [(2048, 2048)] * 2),
 }
 """The timed steps: the phase, and first position and number of tokens of each request."""
+SHARE = 4
+"""A timed step has as many of its requests as fit in this part of the free memory, one at least."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,19 @@ class AttentionChoice:
     table: Sequence[str] = ()
 
 
-def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements) -> AttentionChoice:
-    """The choice: the library `asked` for, or for "auto" the fastest. Raises ConfigError if it cannot be used."""
+def choose(
+    asked: str, config: EngineConfig, shapes: Shapes, measurements: Measurements, free_bytes: int
+) -> AttentionChoice:
+    """The choice: the library `asked` for, or for "auto" the fastest. Raises ConfigError if it cannot be used.
+
+    `free_bytes` of the device's memory are left for what is timed.
+    """
     hopper = None if config.deterministic else _hopper(shapes)
     triton = _own(shapes, config.deterministic, hopper)
     if asked in PACKAGES:
-        return AttentionChoice(dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes), "triton": triton}, triton)
+        return AttentionChoice(
+            dict.fromkeys(_phases(), asked), {asked: _load(asked, shapes, triton), "triton": triton}, triton
+        )
     only = AttentionChoice(dict.fromkeys(_phases(), "triton"), {"triton": triton}, triton)
     card = architecture(shapes.device)
     if asked == "triton" or config.deterministic or card == 0 or shapes.cache_dtype in LARGEST_CODE:
@@ -100,13 +111,21 @@ def choose(asked: str, config: EngineConfig, shapes: Shapes, measurements: Measu
     for name in installed:
         if known is None or name in known.values():
             try:
-                candidates[name] = _load(name, shapes)
+                candidates[name] = _load(name, shapes, triton)
             except ConfigError as error:
                 logger.warning("%s", error)
     if known is not None and set(known.values()) <= set(candidates):
         return AttentionChoice(known, candidates, triton)
-    seconds = {name: _time(kernels, shapes) for name, kernels in candidates.items()}
-    chosen = _fastest(seconds, [name for name, item in candidates.items() if item.captures or not config.cuda_graphs])
+    able = _able(candidates, config.cuda_graphs)
+    seconds = _seconds(candidates, able, shapes, free_bytes)
+    if seconds is None:
+        torch.cuda.empty_cache()
+        logger.warning(
+            "%.1f GB of free GPU memory are too little to time who attends: kvern's kernels do until a start has more",
+            free_bytes / 1e9,
+        )
+        return only
+    chosen = _fastest(seconds, able)
     if set(candidates) == {"triton", *installed}:
         measurements.remember("attention", {key: chosen})
     return AttentionChoice(chosen, candidates, triton, _table(seconds, chosen))
@@ -172,7 +191,7 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def _load(name: str, shapes: Shapes) -> AttentionKernels:
+def _load(name: str, shapes: Shapes, own: OwnKernels) -> AttentionKernels:
     """Import a library, build its kernels and check their answers. Raises ConfigError with the reason."""
     if name != GATHERED and not _installed(name):
         raise ConfigError(
@@ -181,7 +200,7 @@ def _load(name: str, shapes: Shapes) -> AttentionKernels:
     problem = _unknown(name, shapes)
     if problem is None:
         try:
-            kernels = _make(name, shapes)
+            kernels = _make(name, shapes, own)
             problem = next(
                 filter(None, (_check(kernels, shapes, layer) for layer in _kinds(shapes.layers).values())), None
             )
@@ -193,9 +212,9 @@ def _load(name: str, shapes: Shapes) -> AttentionKernels:
     raise ConfigError(f"attention_backend {name} cannot be used here: {problem}")
 
 
-def _make(name: str, shapes: Shapes) -> AttentionKernels:
+def _make(name: str, shapes: Shapes, own: OwnKernels) -> AttentionKernels:
     if name == GATHERED:
-        return GatheredKernels(shapes.layers)
+        return GatheredKernels(shapes.layers, own)
     if name == "flashinfer":
         from kvern.attention.flashinfer import FlashInferKernels
 
@@ -213,6 +232,8 @@ def _unknown(name: str, shapes: Shapes) -> str | None:
         return f"kvern has no latent attention through {name}, and the model has it"
     if name == GATHERED and any(layer.softcap is not None for layer in shapes.layers):
         return "PyTorch's attention has no softcap, and the model has one"
+    if name == GATHERED and any(layer.window is not None for layer in shapes.layers):
+        return "PyTorch's attention needs a mask for a window, and the model has one"
     if name != GATHERED and shapes.dtype not in (torch.bfloat16, torch.float16):
         return f"{name} computes in 16 bits only, and dtype is {shapes.dtype}"
     if shapes.cache_dtype != shapes.dtype:
@@ -267,7 +288,11 @@ def make_queries(
 def _check(kernels: AttentionKernels, shapes: Shapes, index: int) -> str | None:
     """The error of the answers for the layer of this index; None: they are right."""
     layer = shapes.layers[index]
-    for plan, requests in ((kernels.decode, [(0, 1), (77, 1), (290, 1)]), (kernels.prefill, [(0, 70), (131, 33)])):
+    for plan, requests in (
+        (kernels.decode, [(0, 1), (77, 1), (290, 1)]),
+        (kernels.prefill, [(0, 70), (131, 33)]),
+        (kernels.prefill, [(0, 70), (0, 33)]),
+    ):
         queries, query, cache = make_queries(requests, shapes, layer)
         out = torch.full_like(query, float("nan"))
         plan(queries)(index, query, cached_layer(layer, cache), out)
@@ -302,35 +327,74 @@ def reference_attention(
     return torch.cat(parts)
 
 
-def _time(kernels: AttentionKernels, shapes: Shapes) -> dict[str, float]:
-    """Seconds of one layer's attention, by what is timed."""
-    seconds = {}
-    for name, (phase, requests) in PHASES.items():
-        fitting = [
-            (min(start, shapes.longest - 1), min(count, shapes.longest - min(start, shapes.longest - 1)))
-            for start, count in requests
-        ]
-        queries, query, cache = make_queries(fitting[: shapes.max_requests], shapes, shapes.layers[0])
-        run = (kernels.decode if phase == "decode" else kernels.prefill)(queries)
-        out = torch.empty_like(query)
-        seconds[name] = time_launches(partial(run, 0, query, cached_layer(shapes.layers[0], cache), out))
-        del cache
+def _able(candidates: Mapping[str, AttentionKernels], cuda_graphs: bool) -> dict[str, list[str]]:
+    """The candidates of each phase: for decodes those that can be captured if there are graphs, and not PyTorch."""
+    able = {phase: list(candidates) for phase in _phases()}
+    able["decode"] = [
+        name for name, item in candidates.items() if name != GATHERED and (item.captures or not cuda_graphs)
+    ]
+    return able
+
+
+def _seconds(
+    candidates: Mapping[str, AttentionKernels], able: Mapping[str, Sequence[str]], shapes: Shapes, free_bytes: int
+) -> dict[str, dict[str, float]] | None:
+    """Seconds of one layer's attention, by who attends and what is timed: where there is a choice. None: no memory."""
+    seconds: dict[str, dict[str, float]] = {name: {} for name in candidates}
+    try:
+        for case, (phase, requests) in PHASES.items():
+            for name in able[phase] if len(able[phase]) > 1 else ():
+                kernels = candidates[name]
+                plan = kernels.decode if phase == "decode" else kernels.prefill
+                seconds[name][case] = _time(plan, requests, shapes, free_bytes)
+    except torch.OutOfMemoryError:
+        return None
     return seconds
 
 
-def _fastest(seconds: Mapping[str, Mapping[str, float]], capturing: Sequence[str]) -> dict[str, str]:
-    """The best for each phase; what decodes must be able to do so in a CUDA graph if there are any."""
+def _time(
+    plan: Callable[[Queries], PlannedAttention],
+    requests: Sequence[tuple[int, int]],
+    shapes: Shapes,
+    free_bytes: int,
+) -> float:
+    layer = shapes.layers[0]
+    queries, query, cache = make_queries(_fitting(requests, shapes, layer, free_bytes // SHARE), shapes, layer)
+    out = torch.empty_like(query)
+    return time_launches(partial(plan(queries), 0, query, cached_layer(layer, cache), out))
+
+
+def _fitting(
+    requests: Sequence[tuple[int, int]], shapes: Shapes, layer: AttentionSpec, room: int
+) -> list[tuple[int, int]]:
+    """As many of the requests, cut to the longest sequence, as have their tensors in `room` bytes; one at least."""
+    fitting: list[tuple[int, int]] = []
+    for start, count in requests[: shapes.max_requests]:
+        first = min(start, shapes.longest - 1)
+        tokens = min(count, shapes.longest - first)
+        cached = -(-(first + tokens) // shapes.block_size) * shapes.block_size
+        numbers = 2 * cached * layer.kv_heads + 2 * tokens * layer.heads  # keys and values, queries and answers
+        room -= numbers * layer.head_dim * shapes.dtype.itemsize
+        if room < 0 and fitting:
+            break
+        fitting.append((first, tokens))
+    return fitting
+
+
+def _fastest(seconds: Mapping[str, Mapping[str, float]], able: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The best for each phase of those that are able to."""
     chosen = {}
-    for phase in dict.fromkeys(phase for phase, _ in PHASES.values()):
-        cases = [name for name, (of, _) in PHASES.items() if of == phase]
-        able = capturing if phase == "decode" else list(seconds)
-        chosen[phase] = min(able, key=lambda name: sum(seconds[name][case] for case in cases))
+    for phase, names in able.items():
+        cases = [case for case, (of, _) in PHASES.items() if of == phase and case in seconds[names[0]]]
+        chosen[phase] = min(names, key=lambda name: sum(seconds[name][case] for case in cases))
     return chosen
 
 
 def _table(seconds: Mapping[str, Mapping[str, float]], chosen: Mapping[str, str]) -> list[str]:
+    """Lines of the measurements; none if nobody had another beside it."""
     lines = ["attention, us a layer  " + "".join(f"{name:>12}" for name in seconds) + "   chosen"]
     for case, (phase, _) in PHASES.items():
-        times = "".join(f"{1e6 * of[case]:12.1f}" for of in seconds.values())
-        lines.append(f"  {case:<21}{times}   {chosen[phase]}")
-    return lines
+        times = [f"{1e6 * of[case]:12.1f}" if case in of else f"{'-':>12}" for of in seconds.values()]
+        if any(case in of for of in seconds.values()):
+            lines.append(f"  {case:<21}{''.join(times)}   {chosen[phase]}")
+    return lines if lines[1:] else []

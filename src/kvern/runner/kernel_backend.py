@@ -20,6 +20,7 @@ from kvern.attention.paged import PagedAttention, Phases
 from kvern.attention.selection import AttentionChoice, Shapes, choose
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
+from kvern.cpu.cores import available_memory
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.measurements import Measurements
 from kvern.device.rows import NO_WINDOWS, BatchRows
@@ -256,7 +257,8 @@ class KernelBackend:
                 requests = plan.max_batch_requests + 1
                 hopper = "hopper" in plan.kernels and device.type == "cuda" and capability(device) == 90
                 shapes = Shapes(self._layers, block_size, self._dtype, cache_dtype, device, requests, longest, hopper)
-                self._choice = choose(plan.attention_backend, config, shapes, measurements)
+                free = self._memory.free_and_total()[0] if device.type == "cuda" else available_memory()
+                self._choice = choose(plan.attention_backend, config, shapes, measurements, free)
                 self._startup.report(self._choice.table)
         measurements.save()
 
