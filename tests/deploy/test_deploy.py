@@ -206,6 +206,14 @@ def test_bad_input_is_refused_in_one_line(
     assert not (tmp_path / "new").exists()
 
 
+def test_gguf_files_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for model in (tmp_path / "model.gguf", tmp_path):
+        assert main(["deploy", str(model), "--out", str(tmp_path / "new")]) == 2
+        assert f"{model} has no safetensors files" in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
+
+
 MOMENTS = "discover,plan,shard,among weights,quantize,among measurements,tune,verify,bundle"
 
 

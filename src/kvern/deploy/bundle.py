@@ -87,7 +87,7 @@ class Bundle:
         if work.asked.refers:
             return str(source)
         with placing(work.asked.out / WEIGHTS) as made:
-            for path in [source] if source.is_file() else sorted(source.iterdir()):
+            for path in sorted(source.iterdir()):
                 if path.is_file():
                     shutil.copyfile(path, made / path.name)
             if contents_of(made) != contents_of(source):

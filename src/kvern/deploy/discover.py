@@ -108,7 +108,8 @@ def _described(model: str, revision: str | None, outline: Path, licence: str | N
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    files = folder.iterdir() if folder.is_dir() else [folder]
+    return {path.name: path.stat().st_size for path in files if path.is_file()}
 
 
 def _formats(folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ from kvern.runner.ranks.rank_limits import check_ranks
 
 
 class Sharded(msgspec.Struct):
-    """The split, as options of engines, and the model's folder or GGUF file, all of it on this machine."""
+    """The split, as options of engines, and the model's folder, all of it on this machine."""
 
     options: dict[str, Any]
     folder: str
