@@ -7,14 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from kvern import LLM, SamplingParams
 from kvern.models.fallback import description, swap
 from kvern.models.fallback.decoder import TransformersDecoder, load_fallback
 from kvern.models.fallback.likeness import like_embedding, like_mlp, like_norm
-from kvern.models.fallback.parts import SwappedLinear, SwappedMlp, SwappedNorm
+from kvern.models.fallback.parts import SwappedEmbedding, SwappedLinear, SwappedMlp, SwappedNorm
 from kvern.models.loader import LoadOptions
 from kvern.runner.fallback_check import check_fallback
 from kvern.spec.model import Activation, NormSpec
@@ -172,6 +173,56 @@ def test_parts_that_raise_are_given_back(models: dict[str, Path], monkeypatch: p
     own = torch.arange(3, 20)
     with torch.inference_mode():
         torch.testing.assert_close(decoder.own_logits(own), reference_logits(models["llama"], own.tolist()))
+
+
+def test_the_head_is_given_back_too(models: dict[str, Path]) -> None:
+    decoder = loaded(models["llama"])
+    decoder.settle([])
+    for model in (decoder.model, decoder._head):
+        assert not any(isinstance(part, SwappedLinear | SwappedNorm | SwappedMlp) for part in model.modules())
+
+
+def test_a_table_is_given_back(tmp_path: Path) -> None:
+    folder = make_checkpoint("gemma2", tmp_path)
+    decoder = loaded(folder)
+    table = decoder.model.get_input_embeddings()
+    assert isinstance(table, SwappedEmbedding) and table.num_embeddings == decoder.spec.vocab_size
+    ids = torch.arange(3, 20)
+    wanted = table(ids)
+    table.switch.on = False
+    torch.testing.assert_close(table(ids), wanted)
+    decoder.settle([])
+    plain = decoder.model.get_input_embeddings()
+    assert isinstance(plain, nn.Embedding) and plain.padding_idx == table.padding_idx
+    torch.testing.assert_close(plain(ids), wanted)
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder.own_logits(ids), reference_logits(folder, ids.tolist()))
+
+
+def test_limits_are_seen() -> None:
+    class LimitedNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states.clamp(-50, 50))
+
+    class LimitedMlp(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.three(self.act(self.one(x).clamp(max=7)) * self.two(x).clamp(-7, 7))
+            return out
+
+    assert like_norm(LimitedNorm(16)) is None
+    assert like_mlp(LimitedMlp(nn.SiLU(), "gated")) is None
+
+
+def test_modules_with_hooks_stay(models: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models["llama"], dtype=torch.float32)
+    layers = model.model.layers
+    layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    layers[1].input_layernorm.register_forward_pre_hook(lambda *_: None)
+    with torch.no_grad():
+        swap.Swaps(model, build(), None, None)
+    assert isinstance(layers[0].mlp, LlamaMLP) and type(layers[0].mlp.up_proj) is nn.Linear
+    assert isinstance(layers[0].mlp.down_proj, SwappedLinear) and isinstance(layers[1].mlp, SwappedMlp)
+    assert isinstance(layers[1].input_layernorm, LlamaRMSNorm)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])

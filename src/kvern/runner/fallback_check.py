@@ -60,7 +60,7 @@ def check_fallback(decoder: "TransformersDecoder", max_model_len: int, cache_dty
         ", ".join(kind for kind in swaps.kinds if kind not in kept),
         model_type,
     )
-    swaps.settle(kept)
+    decoder.settle(kept)
 
 
 class _Prompts:

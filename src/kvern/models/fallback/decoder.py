@@ -36,12 +36,22 @@ class TransformersDecoder:
         self.model = model
         self.swaps = swaps
         self._body = model.base_model
-        self._head = copy.copy(model)  # the same weights, without the body
-        self._head._modules = {**model._modules, model.base_model_prefix: _GivenStates()}
+        self._head = self._without_body()
 
     def __str__(self) -> str:
         parts = ", ".join(["attention", *self.swaps.kinds])
         return f"transformers runs {self.spec.model_type}, whose {parts} kvern computes"
+
+    def _without_body(self) -> PreTrainedModel:
+        """The model with the same weights, whose body hands on the states that it is given."""
+        head = copy.copy(self.model)
+        head._modules = {**self.model._modules, self.model.base_model_prefix: _GivenStates()}
+        return head
+
+    def settle(self, kinds: list[str]) -> None:
+        """Leaves these kinds of parts to kvern, and gives all others back to transformers."""
+        self.swaps.settle(kinds)
+        self._head = self._without_body()
 
     def __call__(
         self,

@@ -21,9 +21,14 @@ AGREEMENT = 1e-6
 ROWS = 5
 HIDDEN = 12
 WIDTH = 20
-SPREADS = (1.0, 1e-3)
-"""Rows of the smaller spread show a norm's epsilon."""
+SPREADS = (1.0, 1e-3, 30.0, 1e3)
+"""Rows of the smallest spread show a norm's epsilon, those of the largest ones show limits."""
 LARGEST_EPSILON = 1e-2
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Returns whether anything is called before or after a module or one of its parts."""
+    return any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
 
 
 class MlpLikeness(NamedTuple):
@@ -81,7 +86,7 @@ def like_mlp(module: nn.Module) -> MlpLikeness | None:
     if len(linears) not in (2, 3) or own != sum(p.numel() for child in linears.values() for p in child.parameters()):
         return None
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, ROWS, HIDDEN, generator=generator)
+    rows = torch.cat([torch.randn(1, ROWS, HIDDEN, generator=generator) * spread for spread in SPREADS], 1)
     for likeness in _mlps(linears):
         tried = copy.copy(module)
         tried._modules = dict(module._modules)

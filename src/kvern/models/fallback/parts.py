@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from kvern.layers.build import Build
 from kvern.layers.embedding import Embedding
@@ -186,13 +187,20 @@ def _halves(linear: nn.Module) -> list[Stored]:
 
 
 class SwappedEmbedding(nn.Module):
-    """A table whose rows are looked up, and which a head multiplies by; `factor`: of what is looked up."""
+    """A table whose rows are looked up, and which a head multiplies by; `factor`: of what is looked up.
 
-    def __init__(self, table: Tensor, factor: float, build: Build) -> None:
+    `original` keeps no weight of its own.
+    """
+
+    def __init__(self, original: nn.Embedding, factor: float, build: Build, switch: Switch) -> None:
         super().__init__()
-        self.table = Embedding(table.shape[0], table.shape[1], factor, build)
-        self.table.load("embed_tokens.weight", table.detach())
+        self.original, self.switch = original, switch
+        self.num_embeddings, self.embedding_dim = original.weight.shape
+        self.padding_idx = original.padding_idx
+        self.table = Embedding(self.num_embeddings, self.embedding_dim, factor, build)
+        self.table.load("embed_tokens.weight", original.weight.detach())
         self.table.finish()
+        original.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
@@ -200,6 +208,9 @@ class SwappedEmbedding(nn.Module):
         return self.table.method.dequantize()
 
     def forward(self, ids: Tensor) -> Tensor:
+        if not self.switch.on:
+            found: Tensor = functional_call(self.original, {"weight": self.weight}, (ids,))
+            return found
         rows: Tensor = self.table(ids.flatten())
         return rows.view(*ids.shape, -1)
 

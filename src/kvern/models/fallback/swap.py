@@ -14,12 +14,13 @@ from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.unquantized import Unquantized
-from kvern.models.fallback.likeness import like_embedding, like_mlp, like_norm
+from kvern.models.fallback.likeness import has_hooks, like_embedding, like_mlp, like_norm
 from kvern.models.fallback.parts import Piece, SwappedEmbedding, SwappedLinear, SwappedMlp, SwappedNorm, Switch
 
 NARROW = 8
 """A matrix with so many times more inputs than outputs is not quantized: it may choose experts."""
 LINEAR = "linear layers"
+EMBEDDING = "embeddings"
 
 
 class Swaps:
@@ -70,16 +71,21 @@ class Swaps:
         self._switch_on(kinds)
         for module in list(self._model.modules()):
             for name, child in list(module.named_children()):
-                if isinstance(child, SwappedLinear | SwappedNorm | SwappedMlp) and not child.switch.on:
+                if (
+                    isinstance(child, SwappedLinear | SwappedNorm | SwappedMlp | SwappedEmbedding)
+                    and not child.switch.on
+                ):
                     setattr(module, name, self._restored(child))
 
     def _switch_on(self, kinds: list[str]) -> None:
         for switch in self._switches.values():
             switch.on = switch.kind in kinds
 
-    def _restored(self, part: SwappedLinear | SwappedNorm | SwappedMlp) -> nn.Module:
+    def _restored(self, part: SwappedLinear | SwappedNorm | SwappedMlp | SwappedEmbedding) -> nn.Module:
         if isinstance(part, SwappedLinear):
             return _plain_linear(part.weight, part.bias)
+        if isinstance(part, SwappedEmbedding):
+            part.original.weight = nn.Parameter(part.weight, requires_grad=False)
         if isinstance(part, SwappedMlp):
             for name, piece in list(part.original.named_children()):
                 if isinstance(piece, Piece):
@@ -95,9 +101,9 @@ class Swaps:
         if not isinstance(table, nn.Embedding) or type(head) is not nn.Linear or head.weight is not table.weight:
             return None
         factor = like_embedding(table)
-        if factor is None or table.weight.dtype != self._build.dtype:
+        if factor is None or table.weight.dtype != self._build.dtype or has_hooks(table) or has_hooks(head):
             return None
-        swapped = SwappedEmbedding(table.weight, factor, self._build)
+        swapped = SwappedEmbedding(table, factor, self._build, self._switch(EMBEDDING))
         self._model.set_input_embeddings(swapped)
         return swapped.table.method
 
@@ -114,6 +120,8 @@ class Swaps:
     def _swapped(self, module: nn.Module, name: str, build: Build) -> nn.Module | None:
         """kvern's module in the place of this one; None: it stays, and its parts are looked at."""
         own = list(module.parameters())
+        if has_hooks(module):
+            return None
         if module is not self._head and any(id(parameter) in self._shared for parameter in own):
             return None
         if type(module) is nn.Linear:
