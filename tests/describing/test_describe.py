@@ -1,5 +1,6 @@
 """Descriptions of models without a family: found, proved, written, read and served; wrong ones are noticed."""
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from kvern.errors import CorruptCheckpoint, UnsupportedModel
 from kvern.models.decoder import Decoder
 from kvern.models.loader import read_config
 from kvern.models.registry import KEY, is_described, spec_from_config
-from kvern.models.spec_file import FILE, from_data, to_data
+from kvern.models.spec_file import FILE, digest_of, from_data, to_data
 from kvern.spec.model import ModelSpec
 from tests.support.families import FAMILIES, make_checkpoint, reference_greedy
 
@@ -125,6 +126,8 @@ def test_a_described_model_is_served_by_kvern(
     assert f"kvern computes hy_v3 by the description in {folder / FILE}" in caplog.text
     assert main(["describe", str(folder)]) == 0
     assert "is described already" in capsys.readouterr().out
+    text = json.loads((folder / "config.json").read_text())
+    assert digest_of(text) == digest_of(text | {"quantization_config": {}}) != digest_of(text | {"rms_norm_eps": 1.0})
     with pytest.raises(UnsupportedModel, match=r"made for another config\.json.*describe the model again"):
         LLM(str(folder), threads=1, max_model_len=64, kv_cache_tokens=128, hf_overrides={"rms_norm_eps": 1e-3})
     config = folder / "config.json"

@@ -22,6 +22,7 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
 from kvern.models.decoder import Decoder
 from kvern.models.embedder import spec_of_folder
+from kvern.models.registry import KEY
 from kvern.models.spec_file import with_file
 from kvern.models.weighted import TensorTarget, WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
@@ -62,6 +63,7 @@ def read_config(folder: Path, *, described: bool = True) -> dict[str, Any]:
     """
     try:
         config = read_object(folder / "config.json")
+        config.pop(KEY, None)  # only a file beside it tells for which config.json it was made
         if described:
             config = with_file(folder, config)
         text = config.get("text_config")

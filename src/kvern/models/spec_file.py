@@ -67,7 +67,8 @@ def _tell_once(line: str) -> None:
 
 
 def digest_of(config: Mapping[str, Any]) -> str:
-    """The digest of what a config.json says."""
+    """The digest of what a config.json says, but for the format of weights."""
+    config = {name: value for name, value in config.items() if name not in (KEY, "quantization_config")}
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 

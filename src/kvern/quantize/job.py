@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError, shown
+from kvern.models.registry import KEY
 from kvern.quantize.awq import Awq
 from kvern.quantize.blocks import Block, Walk
 from kvern.quantize.calibration import Calibration
@@ -206,7 +207,7 @@ def quantize(
             for name in piece.names
         ]
         plain += ["lm_head"] if checkpoint.spec.tie_word_embeddings else []
-        config = dict(checkpoint.config)
+        config = {name: value for name, value in checkpoint.config.items() if name != KEY}  # its file is copied
         if not checkpoint.spec.tie_word_embeddings and config.get("tie_word_embeddings"):
             config["tie_word_embeddings"] = False  # the output layer is another
         config["quantization_config"] = quantization_config(settings.plan, plain, settings.act_order)
