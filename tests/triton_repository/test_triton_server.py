@@ -53,13 +53,26 @@ class Started:
                 os.kill(engine, signal.SIGCONT)
 
 
-@pytest.fixture(scope="module")
-def begun(folder: Path) -> Iterator[TritonServer]:
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[TritonServer]:
+    """A server with the model `started`, whose kvern it has started."""
     with triton(folder / "models", folder) as running:
         options = "--options=--threads 1 --dtype float32 --max-model-len 512"
         assert main(["triton", MODEL, "--out", str(folder / "models"), "--name", "started", options]) == 0
         running.wait()
         running.load("started")
+        yield running
+
+
+def attach(folder: Path, server: TritonServer, kvern: Started) -> None:
+    """Have a server load a model that asks the same kvern."""
+    assert main(["triton", MODEL, "--out", str(folder / "models"), "--socket", str(kvern.socket)]) == 0
+    server.load(MODEL)
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path) -> Iterator[TritonServer]:
+    with starting(folder) as running:
         yield running
 
 
@@ -70,8 +83,7 @@ def kvern(begun: TritonServer) -> Started:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, begun: TritonServer, kvern: Started) -> TritonServer:
-    assert main(["triton", MODEL, "--out", str(folder / "models"), "--socket", str(kvern.socket)]) == 0
-    begun.load(MODEL)
+    attach(folder, begun, kvern)
     return begun
 
 
@@ -325,12 +337,12 @@ def test_an_answer_that_is_cut_off_is_an_error(begun: TritonServer, folder: Path
         thread.join()
 
 
-def test_unloading_ends_the_server_and_then_its_other_models_are_unavailable(
-    server: TritonServer, kvern: Started
-) -> None:
-    """It is the last test: kvern has ended, and Triton breaks by its own fault once it has told a code."""
-    server.load("started", "unload")
-    eventually(lambda: not Path(f"/proc/{kvern.pid}").exists())
-    assert not kvern.socket.parent.exists()
-    with pytest.raises(RuntimeError, match=r"StatusCode.UNAVAILABLE: kvern does not answer at .*socket"):
-        server.ask(MODEL, with_status=True, text_input="Once").text()
+def test_unloading_ends_the_server_and_then_its_other_models_are_unavailable(tmp_path: Path) -> None:
+    """A server of its own: its kvern ends, and Triton breaks by its own fault once it has told a code."""
+    with starting(tmp_path) as server:
+        kvern = Started(server.process.pid)
+        attach(tmp_path, server, kvern)
+        server.load("started", "unload")
+        eventually(lambda: not Path(f"/proc/{kvern.pid}").exists() and not kvern.socket.parent.exists())
+        with pytest.raises(RuntimeError, match=r"StatusCode.UNAVAILABLE: kvern does not answer at .*socket"):
+            server.ask(MODEL, with_status=True, text_input="Once").text()
