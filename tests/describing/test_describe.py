@@ -189,6 +189,7 @@ WRONG: dict[str, tuple[Callable[[dict], object], str]] = {  # type: ignore[type-
     "a slow rename": (lambda data: data | {"renames": [_rename(r"^(a+)+$", "b")]}, "kvern_model.json"),
     "an impossible rename": (lambda data: data | {"renames": [_rename(r"a", r"\1")]}, "is not possible"),
     "a slow expression": (lambda data: data | {"ignored": [r"^(a+)+$"]}, "may take forever"),
+    "an expression with flags": (lambda data: data | {"ignored": ["(?i)a"]}, "cannot be read"),
     "an open expression": (lambda data: data | {"ignored": ["("]}, "cannot be read"),
     "a huge head": (lambda data: _in_layer(data, "mixer", head_dim=1 << 30), "head_dim is 1073741824: .* at most 4096"),
     "a huge rotation": (lambda data: _in_layer(data, "rope", dim=1 << 30), "dim is 1073741824: it must be at most"),

@@ -100,8 +100,7 @@ def from_data(data: Any) -> ModelSpec:
             raise UnsupportedModel(f"dtype is {spec.dtype!r:.60}: it must be bfloat16, float16 or float32")
         for rename in spec.renames:
             _check_rename(rename)
-        for pattern in spec.ignored:
-            re.compile(checked(pattern))
+        re.compile("|".join(("^$", *map(checked, spec.ignored))))  # as one, as the loader joins them
     except KvernError as error:
         raise UnsupportedModel(f"{FILE}: {error}") from None
     except (*_UNREADABLE, re.error, MemoryError) as error:
