@@ -293,10 +293,10 @@ def test_the_log_is_told_once_and_no_more_than_once_a_minute(caplog: pytest.LogC
 
 
 def test_few_blocks_are_named_on_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a CPU of known speed, on which weights take longer than the products of a row."""
+    """With a CPU of known speed, and a model whose steps take longer than the host's part on any processor."""
     card = Card("CPU", 1e9, 1e9, 1e12, 1e12, host=True)
     monkeypatch.setattr(hardware, "quickly_measured_host", lambda build: card)
-    llm = LLM("kvern-1m", kv_cache_tokens=160, max_model_len=160, threads=1)
+    llm = LLM("kvern-12m", kv_cache_tokens=160, max_model_len=160, threads=1)
     engine = engine_of(llm)
     before = copy(engine.statistics())
     llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=120, ignore_eos=True))

@@ -97,7 +97,7 @@ def test_libraries_without_sinks_are_not_chosen(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(
         ConfigError, match="attention_backend flashinfer cannot be used here: kvern has no attention sinks"
     ):
-        selection.choose("flashinfer", config, shapes, measurements)
+        selection.choose("flashinfer", config, shapes, measurements, 1 << 30)
 
 
 def test_models_with_sinks_are_not_quantized(reference: Reference) -> None:
