@@ -129,14 +129,14 @@ def agents() -> Iterator[Passage]:
         ("| 26,000 tokens of which all but 19 are cached; 19 tokens alone | {} ms; {} ms |", ("resumed", "short")),
         ("| 26,000 tokens of which none is cached | {} ms |", ("whole",)),
     ):
-        yield Passage("serving.md", text, [took[name] for name in names])
+        yield Passage("notes/serving.md", text, [took[name] for name in names])
     idle = record["idle"]
     figures = [f"{100 * idle['before any request']:.2f}", f"{100 * idle['after requests']:.2f}"]
-    yield Passage("benchmarking.md", "before any request / after answers | {} / {} % |", figures)
+    yield Passage("notes/serving.md", "before any request / after answers | {} / {} % |", figures)
 
 
 def attacked() -> Iterator[Passage]:
-    record, fuzzed, page = read("soak-attacked-cpu.json"), read("fuzz-cpu.json"), "serving.md"
+    record, fuzzed, page = read("soak-attacked-cpu.json"), read("fuzz-cpu.json"), "notes/serving.md"
     first, last = fuzzed["memory_mib"]
     yield Passage(page, "| {} requests, no 500,", [number(fuzzed["requests"])])
     yield Passage(page, "the server had {} MiB at the beginning and {} at the end", [str(first), str(last)])
@@ -339,7 +339,7 @@ def forms() -> Iterator[Passage]:
 
 def clients() -> Iterator[Passage]:
     """A server on a CPU beside the same work offline."""
-    page = "benchmarking.md"
+    page = "notes/serving.md"
     both, alone = (cases(f"{name}.json")["offline"].figures for name in ("serving-cpu", "serving-cpu-one-thread"))
 
     def share(figure: Figure) -> list[str]:
@@ -373,4 +373,4 @@ def workloads() -> Iterator[Passage]:
         counts = (found[name].details[f"{kind}_input_tokens"] for kind in ("cached", "total"))
         cached = statistics.median(part / whole for part, whole in zip(*counts, strict=True))
         figures = [f"{rate:.2f}", f"{tokens:,.0f}", *(f"{time:,.1f}" for time in times), f"{100 * cached:.0f}"]
-        yield Passage("benchmarking.md", f"{text} {{}} | {{}} | {{}} / {{}} | {{}} / {{}} | {{}} % |", figures)
+        yield Passage("notes/serving.md", f"{text} {{}} | {{}} | {{}} / {{}} | {{}} / {{}} | {{}} % |", figures)
