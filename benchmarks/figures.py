@@ -225,7 +225,7 @@ def adapters() -> Iterator[Passage]:
 
 
 def steady(name: str, workload: str, figure: str) -> str:
-    """A figure of a run in h200/steady.json, marked * in docs/quantization.md."""
+    """A figure of a run in h200/steady.json, marked * in docs/notes/quantized.md."""
     return number(middle("h200/steady.json", f"{name}: {workload}", figure))
 
 
@@ -235,8 +235,8 @@ def streamed(name: str, workload: str, figure: str) -> float:
 
 
 def quantized() -> Iterator[Passage]:
-    """Llama-3.1-8B's tables in docs/quantization.md."""
-    page, plain, fp8, awq = "quantization.md", "llama-3.1-8b", "llama-3.1-8b quantization=fp8", "awq-llama"
+    """Llama-3.1-8B's tables in docs/notes/quantized.md."""
+    page, plain, fp8, awq = "notes/quantized.md", "llama-3.1-8b", "llama-3.1-8b quantization=fp8", "awq-llama"
     q4, ahead, fp8_ahead = f"{plain}, GGUF Q4_K, head Q6_K", f"{plain}, ahead", f"{plain}, --quantization fp8, ahead"
     both, of_step = f"{fp8},kv_cache_dtype=fp8", "step_milliseconds"
     one = steady(f"{plain}, process 2", "decode1", of_step)
@@ -271,7 +271,7 @@ def accuracy() -> Iterator[Passage]:
 
 def quantized_experts() -> Iterator[Passage]:
     """Qwen3-30B-A3B in the same page."""
-    page, plain, fp8 = "quantization.md", "qwen3-30b-a3b", "qwen3-30b-a3b quantization=fp8"
+    page, plain, fp8 = "notes/quantized.md", "qwen3-30b-a3b", "qwen3-30b-a3b quantization=fp8"
     took, *tries = (
         middle("h200/steady.json", f"{name}: decode32", "step_milliseconds")
         for name in (f"{plain}, process 2", fp8, f"{fp8}, process 2", f"{fp8}, process 3")

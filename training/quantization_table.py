@@ -1,4 +1,4 @@
-"""Quantizes an embedded model in many ways and measures each with kvern, as a Markdown table for docs/quantization.md.
+"""Quantizes an embedded model in many ways and measures each with kvern, as a Markdown table for docs/notes/quantized.md.
 
 python -m training.quantization_table --count 200
 python -m training.quantization_table --methods plain fp8 awq mixed-5 kv-fp8 --tasks arithmetic facts
