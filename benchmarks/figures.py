@@ -170,11 +170,11 @@ def attacked() -> Iterator[Passage]:
 def divisions() -> Iterator[Passage]:
     """What divided models take for a step of one request, in ms, and for mixed256, in s."""
     small, large = (step(name, 1)[0] for name in ("llama-70b-tp2", "llama-70b-tp4"))
-    yield Passage("parallel.md", "on 2 and 4 ({} and {})", [small, large])
+    yield Passage("notes/gpu.md", "on 2 and 4 ({} and {})", [small, large])
     steps = [step(f"llama-8b-tp{ranks}", 1)[0] for ranks in (2, 4, 8)]
-    yield Passage("parallel.md", "(measured {}, {} and {})", steps)
+    yield Passage("notes/gpu.md", "(measured {}, {} and {})", steps)
     took = [number(of(name, "mixed256")["seconds"]) for name in ("llama-70b-tp4", "llama-70b-tp2-pp2")]
-    yield Passage("parallel.md", "one of `-tp 4` {} s, and `-tp 2 -pp 2` {} s", took)
+    yield Passage("notes/gpu.md", "one of `-tp 4` {} s, and `-tp 2 -pp 2` {} s", took)
     killed = read("h200/ranks.json")["a_rank_is_killed"]["seconds_until_streams_go_on"]
     yield Passage("parallel.md", "all streams went on after {} s", [f"{killed:.1f}"])
 
@@ -287,7 +287,7 @@ def heads() -> Iterator[Passage]:
     runs = read("h200/draft-heads.json")["runs"]
     one, many = (next(run for run in runs if run["requests"] == count and run["drafts"] == 3) for count in (1, 32))
     text = "{} times the tokens a second\nfor one request, {} times for 32"
-    yield Passage("speculation.md", text, [f"{run['ratio']:.2f}" for run in (one, many)])
+    yield Passage("notes/speculation.md", text, [f"{run['ratio']:.2f}" for run in (one, many)])
     for run in runs:
         times = (run["plain_ms"], run["verify_ms"], run["drafts_ms"])
         rates = [str(run[f"{kind}_tokens_per_second"]) for kind in ("plain", "drafting")]
@@ -309,8 +309,8 @@ def drafts() -> Iterator[Passage]:
 
     for requests in (1, 32):
         figures = [tried(draft, requests, way) for way in ("five", "auto") for draft in ("bfloat16", "int4")]
-        yield Passage("speculation.md", f"| {requests} | {{}} | {{}} | {{}} | {{}} |\n", figures)
-    yield Passage("speculation.md", "| 256 | | {} | | {} |", [tried("int4", 256, "five"), f"{rows[4]['auto']:.3f}"])
+        yield Passage("notes/speculation.md", f"| {requests} | {{}} | {{}} | {{}} | {{}} |\n", figures)
+    yield Passage("notes/speculation.md", "| 256 | | {} | | {} |", [tried("int4", 256, "five"), f"{rows[4]['auto']:.3f}"])
 
 
 def forms() -> Iterator[Passage]:
