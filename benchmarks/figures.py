@@ -310,7 +310,8 @@ def drafts() -> Iterator[Passage]:
     for requests in (1, 32):
         figures = [tried(draft, requests, way) for way in ("five", "auto") for draft in ("bfloat16", "int4")]
         yield Passage("notes/speculation.md", f"| {requests} | {{}} | {{}} | {{}} | {{}} |\n", figures)
-    yield Passage("notes/speculation.md", "| 256 | | {} | | {} |", [tried("int4", 256, "five"), f"{rows[4]['auto']:.3f}"])
+    figures = [tried("int4", 256, "five"), f"{rows[4]['auto']:.3f}"]
+    yield Passage("notes/speculation.md", "| 256 | | {} | | {} |", figures)
 
 
 def forms() -> Iterator[Passage]:
