@@ -266,7 +266,7 @@ def quantized() -> Iterator[Passage]:
 def accuracy() -> Iterator[Passage]:
     """The exam of the embedded model."""
     rights = [100 * case.details["scores"][0]["value"] for case in cases("accuracy-cpu.json").values()]
-    yield Passage("benchmarking.md", "{} to {} % right", [f"{min(rights):.1f}", f"{max(rights):.1f}"])
+    yield Passage("notes/quantized.md", "{} to {} % right", [f"{min(rights):.1f}", f"{max(rights):.1f}"])
 
 
 def quantized_experts() -> Iterator[Passage]:
