@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-from kvern.engine.queues import POLICIES
+from kvern.engine.queues import AGED, POLICIES
 from kvern.request.request import Request
 from tests.support.random_lives import SWITCHES, EngineMachine, random_life
 from tests.support.sampling import examples
@@ -87,6 +87,26 @@ def test_aging_bounds_the_wait(policy: str) -> None:
     wait = wait_of_the_unfavoured(policy, aging_steps, bound + 1)
     assert wait is not None and aging_steps - 2 <= wait <= bound
     assert wait_of_the_unfavoured(policy, 10_000, bound + 1) is None, "this crowd does not need aging: no test at all"
+
+
+def first_of_a_crowd(steps: int) -> bool:
+    """Whether the one that ages a step later than the others is admitted first, when a row is free after these steps.
+
+    Its turn is before theirs.
+    """
+    engine = SimulatedEngine(Setup(policy="priority", slots=1, aging_steps=6))
+    engine.add([0], steps)
+    engine.step()
+    others = [request for _ in range(AGED) for request in engine.add([1], 4, turn=5)]
+    (late,) = engine.add([1], 4, turn=1)
+    while True:
+        engine.step()
+        if chosen := [request for request in engine.scheduler.running if request in (late, *others)]:
+            return chosen == [late]
+
+
+def test_who_ages_a_step_later_is_overtaken_in_that_step_alone() -> None:
+    assert [first_of_a_crowd(steps) for steps in range(2, 12)].count(False) == 1
 
 
 def test_first_come_first_served_admits_in_the_order_of_arrival() -> None:

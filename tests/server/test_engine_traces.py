@@ -1,7 +1,11 @@
 """The engine's side of traces: signs of life before what takes long, a limit, and nothing left behind."""
 
+import ctypes
 import gzip
 import json
+import os
+import select
+import signal
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,6 +65,51 @@ def test_a_trace_that_is_too_large_is_refused_and_removed(
     core.traces.step()
     assert "ask for fewer steps" in (core.answer().error or "")
     assert not list(tmp_path.iterdir())
+
+
+def test_steps_go_on_while_a_trace_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What writes it waits for steps in a call that holds Python's lock, as PyTorch's does."""
+    fifo, export = tmp_path / "fifo", torch.profiler.profile.export_chrome_trace
+    os.mkfifo(fifo)
+
+    def after_steps(profiler: torch.profiler.profile, path: str) -> None:
+        waiting = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+        polled = (ctypes.c_int * 2)(waiting, select.POLLIN)
+        assert ctypes.PyDLL(None).poll(polled, 1, 10_000) == 1, "no step runs meanwhile"
+        export(profiler, path)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", after_steps)
+    core = Core(tmp_path)
+    core.traces.begin(TakeTrace(1, 100.0))
+    core.traces.step()
+    before = core.noted.count("step")
+    for _ in range(50):
+        assert core.traces.answers() == [] and core.traces.busy
+        core.traces.step()
+    assert core.noted.count("step") == before + 50
+    with fifo.open("w") as said:
+        said.write("fifty steps have run")
+        said.flush()
+        assert b'"step 1"' in gzip.decompress(core.answer().trace)
+
+
+def test_a_process_that_dies_or_hangs_while_it_writes_costs_the_trace_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_traces, "packed", lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+    core = Core(tmp_path)
+    core.traces.begin(TakeTrace(1, 100.0))
+    core.traces.step()
+    assert core.answer().error == "the process that writes it ended (-9)"
+    monkeypatch.setattr(engine_traces, "packed", lambda *given: signal.pause())
+    monkeypatch.setattr(engine_traces, "MOST_SECONDS", 0.0)
+    core.traces.begin(TakeTrace(1, 100.0))
+    core.traces.step()
+    assert "ask for fewer steps" in (core.answer().error or "")
+    monkeypatch.undo()
+    core.traces.begin(TakeTrace(1, 100.0))
+    core.traces.step()
+    assert b'"step 1"' in gzip.decompress(core.answer().trace)
 
 
 def test_a_trace_ceases_with_the_steps_that_ran(tmp_path: Path) -> None:

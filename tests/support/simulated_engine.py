@@ -13,7 +13,7 @@ from kvern.cache.windows import WindowedBlocks
 from kvern.engine.core import EngineCore
 from kvern.engine.core_timing import CoreTiming
 from kvern.engine.pace import Pace
-from kvern.engine.queues import POLICIES
+from kvern.engine.queues import AGED, POLICIES
 from kvern.engine.recorder import Recorder
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_costs import StepCosts
@@ -95,6 +95,7 @@ class SimulatedEngine:
         self.core.statistics()  # in this idle moment it divides steps from then on
         self._waiting_before: dict[Request, bool] = {}
         self._waiting_since: dict[Request, int] = {}
+        self._step_before = 0
         self._preemptions: dict[Request, int] = {}
         self._aged: set[Request] = set()
         self._ended_outside: set[Request] = set()
@@ -222,7 +223,7 @@ class SimulatedEngine:
     def step(self) -> None:
         """One call of the core, with all checks."""
         self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
-        step_before = self.scheduler.step
+        self._step_before = self.scheduler.step
         events = self.core.step()
         for request in self.scheduler.waiting:
             if request.queue.preemptions != self._preemptions.get(request, 0):
@@ -231,7 +232,7 @@ class SimulatedEngine:
                 if request in self._waiting_before and waited >= self.setup.aging_steps:
                     self._aged.add(request)  # admitted, in a step that was undone at once
                 self._waiting_since[request] = request.queue.waiting_since
-        if self.scheduler.step > step_before:
+        if self.scheduler.step > self._step_before:
             self._check_waiting()
         for event in events:
             self._hear(event)
@@ -431,7 +432,8 @@ class SimulatedEngine:
         """No request that has waited for `aging_steps` was overtaken in the step that was just planned.
 
         First come, first served never lets anybody overtake, whatever they have waited. But who waits for an adapter's
-        place may be overtaken by requests without one, and who is not on trial by those who are.
+        place may be overtaken by requests without one, and who is not on trial by those who are. Of a crowd that
+        has waited so long AGED requests age in a step, in the order in which they began to wait.
         """
         step = self.scheduler.step
         before = self._waiting_before  # a held beam is not admitted when it takes another's place
@@ -444,7 +446,8 @@ class SimulatedEngine:
             if request.search is not None and request.output_length:  # a beam may lose its place and get another's
                 self._waiting_since[request] = request.queue.waiting_since
         old = {item for item, since in self._waiting_since.items() if step - since >= self.setup.aging_steps}
-        self._aged |= old & {*self.scheduler.waiting, *admitted}
+        in_turn = [request for request in before if request in old and request not in self._aged]
+        self._aged |= old & {*self.scheduler.waiting, *admitted} - {*in_turn[AGED * (step - self._step_before) :]}
         self._aged |= {request for request in admitted if request.search is not None and request.queue.aged}
         fcfs = self.setup.policy == "fcfs"
         passed_over = [

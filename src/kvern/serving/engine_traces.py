@@ -1,18 +1,23 @@
 """The engine's side of traces: some of its next steps run under PyTorch's profiler, and requests do not notice."""
 
+import ctypes
 import gzip
 import logging
+import os
+import signal
+import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from kvern.engine.loop import EngineLoop
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import in_a_line
+from kvern.io.children import give_way
 from kvern.request.events import TokenEvent
 from kvern.serving.wire import TakeTrace, TraceTaken
 
@@ -24,6 +29,11 @@ MOST_BYTES = 256 << 20
 """The limit of a trace in JSON."""
 BYTES_OF_EVENT = 256
 """The least bytes of an event in it, on average."""
+MOST_SECONDS = 120.0
+"""The limit of writing a trace."""
+NICE = 10
+STDERR = 2
+PR_SET_PDEATHSIG = 1
 
 
 class StepTraces:
@@ -31,23 +41,25 @@ class StepTraces:
 
     tell    is called before what may make the engine silent for long: PyTorch's profiler holds Python's lock
     folder  for the trace while it is written; it goes with the engine, however that ends
+
+    step --> the profiler records it   ...   the last one: the profiler ends, and a child process is forked
+    step --> as ever; meanwhile the child writes the trace, which would hold Python's lock here --> answers
     """
 
     def __init__(self, core: EngineLoop, tell: Callable[[], None], folder: Path) -> None:
         self._core = core
         self._tell = tell
         self._folder = folder
-        self._pool = ThreadPoolExecutor(1, "kvern-traces")
         self._asked = TakeTrace(0, 0.0)
         self._left, self._until = 0, 0.0
         self._running: tuple[ExitStack, profile] | None = None
-        self._packing: Future[bytes] | None = None
+        self._writing: Writing | None = None
         self._error: str | None = None
 
     @property
     def busy(self) -> bool:
         """A trace is being taken, or is to be answered."""
-        return bool(self._left or self._packing or self._error)
+        return bool(self._left or self._writing or self._error)
 
     def silence(self, watch: StepWatch | None) -> float:
         """Returns the seconds for which nothing may be heard, as `Busy` has them; the most while a trace is taken."""
@@ -82,13 +94,9 @@ class StepTraces:
         """Returns the answer, once."""
         if self._left and time.monotonic() > self._until:
             self._end()
-        if self._packing is not None and self._packing.done():
-            packing, self._packing = self._packing, None
-            try:
-                return [TraceTaken(packing.result())]
-            except Exception as error:
-                logger.exception("a trace cannot be written")
-                self._error = in_a_line(error)
+        if self._writing is not None and (written := self._writing.written()) is not None:
+            self._writing = None
+            return [written]
         if self._error is not None:
             error_said, self._error = self._error, None
             return [TraceTaken(error=error_said)]
@@ -122,10 +130,67 @@ class StepTraces:
             self._tell()
             stack.close()
             self._tell()
-            self._packing = self._pool.submit(packed, profiler, self._folder)
+            self._writing = Writing(profiler, self._folder)
         except Exception as error:
             logger.exception("a trace cannot be ended")
             self._error = f"PyTorch's profiler does not end: {in_a_line(error)}"
+
+
+class Writing:
+    """A child process that writes a trace: in one call of PyTorch, beside which no thread runs Python.
+
+    It has the memory of this process as it is now, uses no device, and ends with this process.
+    """
+
+    def __init__(self, profiler: "profile", folder: Path) -> None:
+        self._answer = tempfile.TemporaryFile()  # noqa: SIM115
+        self._until = time.monotonic() + MOST_SECONDS
+        with warnings.catch_warnings():
+            # Threads may hold locks for ever in a child: this one waits for none of theirs, or is killed in the end.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._child = os.fork()
+        if not self._child:
+            try:
+                _write(profiler, folder, self._answer)
+            finally:
+                os._exit(1)
+
+    def written(self) -> TraceTaken | None:
+        """Returns the trace, or why there is none; None: it is still being written."""
+        ended, status = os.waitpid(self._child, os.WNOHANG)
+        if not ended and time.monotonic() < self._until:
+            return None
+        with self._answer:
+            if not ended:
+                os.kill(self._child, signal.SIGKILL)
+                os.waitpid(self._child, 0)
+                return TraceTaken(error=f"the trace was not written within {MOST_SECONDS:g} s: ask for fewer steps")
+            self._answer.seek(0)
+            answer = self._answer.read()
+        if not status:
+            return TraceTaken(answer)
+        why = answer.decode() or f"the process that writes it ended ({os.waitstatus_to_exitcode(status)})"
+        logger.error("a trace cannot be written: %s", why)
+        return TraceTaken(error=why)
+
+
+def _write(profiler: "profile", folder: Path, answer: IO[bytes]) -> None:
+    """Writes the trace, or why there is none, and ends this process, the child, with 0 or 1."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
+    for descriptor in map(int, os.listdir("/dev/fd")):  # sockets would seem open when the engine has ended
+        if descriptor > STDERR and descriptor != answer.fileno():
+            with suppress(OSError):
+                os.close(descriptor)
+    give_way(NICE)
+    failed = False
+    try:
+        said = packed(profiler, folder)
+    except BaseException as error:
+        said, failed = in_a_line(error).encode(), True
+    answer.write(said)
+    answer.flush()
+    os._exit(failed)
 
 
 def packed(profiler: "profile", folder: Path) -> bytes:
