@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import openai
 import pytest
 
 from kvern import LLM, EngineConfig, SamplingParams
-from kvern.engine.core import HAND_OVER_SECONDS, EngineCore
+from kvern.engine.core import EngineCore
+from kvern.engine.hand_overs import HAND_OVER_SECONDS
 from kvern.errors import ConfigError
 from kvern.request.events import TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
@@ -234,21 +237,75 @@ def test_the_end_of_a_prompt_is_told_when_it_is_stored(tiny_model: Path, monkeyp
         events = until_told(core)
         assert [(event.request_id, event.finish_reason) for event in events] == [("r#0", "length")]
         assert tier.figures()["host"].stored_tokens >= PAGES and not core.has_work
-        now = 0.0
+        now, hangs = 0.0, threading.Event()
         monkeypatch.setattr(core, "_clock", lambda: now)
-        monkeypatch.setattr(tier.shelf, "has_room", lambda *_: False)
+        monkeypatch.setattr(tier.shelf, "_seal", lambda *_: hangs.wait())
         core.add(msgspec.structs.replace(spec, request_id="s", prompt=PromptInput(LONG[1])))
         for _ in range(20):
             assert not core.step()
         now = HAND_OVER_SECONDS
-        assert [event.request_id for event in until_told(core)] == ["s#0"]
+        [event] = until_told(core)
+        assert (event.request_id, lacking(event)) == ("s#0", PAGES)
+        hangs.set()
         assert is_idle(llm)
+
+
+def lacking(event: TokenEvent) -> int:
+    """The tokens that no store has, as is told."""
+    return 0 if event.stop_reason is None else int(str(event.stop_reason).split()[3])
+
+
+CHUNKS: dict[str, Any] = {**OPTIONS, "max_batch_tokens": 64, "block_size": 16}
+
+
+def dropped(store: HostStore) -> int:
+    """Makes room for others as they would; how many pages left."""
+    names = [*store._pages]
+    store.drop(names)
+    return len(names)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+def test_pages_that_left_the_store_meanwhile_are_put_again(family: str, tmp_path: Path) -> None:
+    """Those of a prompt that is still computed, or whose end is awaited, as far as the device has them."""
+    with LLM(str(make_checkpoint(family, tmp_path)), **CHUNKS, kv_tier=("host:32MB",)) as llm:
+        core, tier = core_here(llm), tier_of(llm)
+        core._clock = lambda: 0.0
+        [store] = [one.store for one in tier.shelf.stores]
+        assert isinstance(store, HostStore)
+        core.add(RequestSpec("r", PromptInput(LONG[3]), ResolvedParams(), 30).prompt_alone())
+        left = 0
+        while not left:
+            assert not core.step(), "the prompt is computed in parts"
+            left = dropped(store)
+        [event] = until_told(core)
+        assert lacking(event) == 0
+        assert tier.figures()["host"].stored_tokens >= 192 + 64
+        assert is_idle(llm)
+
+
+def test_pages_for_which_a_store_has_no_room_are_not_awaited(tiny_model: Path) -> None:
+    """What another engine will not find is told, and the first pages are kept of a prompt that is too long."""
+    with LLM(str(tiny_model), **CHUNKS, kv_tier=("host:100KB",)) as llm:
+        core, tier = core_here(llm), tier_of(llm)
+        core._clock = lambda: 0.0
+        spec = RequestSpec("r", PromptInput(LONG[3]), ResolvedParams(), 30).prompt_alone()
+        core.add(spec)
+        [event] = until_told(core)
+        assert tier.figures()["host"].evicted_pages
+        assert 0 < lacking(event) < 192
+        core.add(msgspec.structs.replace(spec, request_id="s"))
+        tier.shelf.has_room = lambda *_: False  # type: ignore[method-assign]
+        [event] = until_told(core)
+        assert lacking(event) and is_idle(llm)
 
 
 def until_told(core: EngineCore) -> list[TokenEvent]:
     events: list[TokenEvent] = []
+    until = time.monotonic() + PATIENCE
     while core.has_work:
         events += core.step()
+        assert time.monotonic() < until
     return events
 
 

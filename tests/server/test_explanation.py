@@ -71,8 +71,9 @@ def test_a_prompt_that_another_engine_computed_has_its_record() -> None:
     served = request(status=200, ended=2.5)
     passage = served.given("0")
     size = served.size
-    computed = record(first_step=0.1, chunks=(Chunk(0.1, 0.4, 0, 6), Chunk(0.4, 0.6, 6, 3)), ended=0.6)
-    served.handed_over(passage, computed)
+    chunks = Chunk(0.1, 0.4, 0, 6), Chunk(0.4, 0.6, 6, 3)
+    computed = record(first_step=0.1, chunks=chunks, ended=0.6)
+    served.handed_over(passage, computed, "no store has 64 of its tokens")
     assert served.size > size and served.prompts == [("0", computed)]
     assert not served.records and not served.answers and not served.moves, "it is no answer"
     served.given("1", 0)
@@ -80,6 +81,8 @@ def test_a_prompt_that_another_engine_computed_has_its_record() -> None:
     told = explained(served)
     assert [(one["engine"], one["prompt_tokens"]) for one in told["prompts"]] == [("0", 9)]
     assert [one["engine"] for one in told["records"]] == ["1"]
+    assert "prefill" in {one["cause"] for one in told["causes"]}
+    assert "its prompt was computed for another engine; no store has 64 of its tokens" in told["summary"]
     events = [(one["seconds"], one["text"]) for one in told["timeline"]]
     assert (0.1, "its prompt gets a row in engine 0") in events
     assert (0.4, "its prompt: tokens 6 to 8 are computed in 200.0 ms") in events

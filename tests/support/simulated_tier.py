@@ -49,6 +49,9 @@ class SimulatedTier:
     def source(self, key: bytes, part: Part) -> str | None:
         return "simulated" if ((key, part) in self.pages) is not self._lies() else None
 
+    def is_saving(self, key: bytes, part: Part) -> bool:
+        return False
+
     def pays(
         self,
         pages: Sequence[tuple[bytes, Part]],

@@ -28,6 +28,7 @@ from typing import ClassVar
 
 from kvern.cache.block_pool import BlockPool
 from kvern.cache.radix import CachedPrefix, Node, SequenceEnd
+from kvern.cache.shared_prompt import SharedPrompt
 from kvern.request.events import EngineStatistics
 from kvern.request.request import Request
 from kvern.request.step import ExtensionMessage, SchedulerOutput
@@ -187,8 +188,8 @@ class CacheExtension:
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
         """The steps from `step` on have failed. No request runs; those of `waiting` need not wait for a report."""
 
-    def shared(self, request: Request, contents: Sequence[int]) -> Callable[[], bool] | None:
-        """Returns what says whether other engines find all of a prompt that they can; None: they never will."""
+    def shared(self, request: Request, contents: Sequence[int]) -> SharedPrompt | None:
+        """Returns what other engines are to find of a prompt that is computed; None: nothing."""
         return None
 
     def renew(self) -> Sequence[Request]:

@@ -29,6 +29,7 @@ from kvern.request.step import BlockCopy, SchedulerOutput
 
 if TYPE_CHECKING:
     from kvern.cache.extension import CacheExtension
+    from kvern.cache.shared_prompt import SharedPrompt
     from kvern.request.events import EngineStatistics
 
 
@@ -434,8 +435,8 @@ class KVCacheManager:
         for extension in self.extensions:
             extension.count(statistics)
 
-    def shared(self, request: Request) -> Callable[[], bool] | None:
-        """Returns what says whether other engines find the prompt of a request; None: they never will."""
+    def shared(self, request: Request) -> "SharedPrompt | None":
+        """Returns what other engines are to find of a prompt that is computed; None: nothing."""
         found = (extension.shared(request, _contents(request)) for extension in self.extensions)
         return next((each for each in found if each is not None), None)
 

@@ -169,6 +169,9 @@ class TierIndex(Protocol):
     def source(self, key: bytes, part: Part) -> str | None:
         """Returns the name of the store from which a part would be loaded now; None: probably none has it."""
 
+    def is_saving(self, key: bytes, part: Part) -> bool:
+        """Returns whether a part that was to be saved is on its way to a store."""
+
     def pays(
         self,
         pages: Sequence[tuple[bytes, Part]],

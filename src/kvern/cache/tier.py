@@ -19,8 +19,9 @@ load that fails is reported as shorter and never raised: a step that raises has 
 ordinary cached prefix: the request is then admitted like any other, and so are all that waited for the same pages.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, dropwhile, takewhile
+from itertools import chain, takewhile
 from weakref import WeakKeyDictionary, WeakSet
 
 import msgspec
@@ -30,6 +31,7 @@ from kvern.cache.extension import CacheExtension
 from kvern.cache.keys import block_keys
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, TierIndex, TierMessage
 from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
+from kvern.cache.shared_prompt import SharedPrompt
 from kvern.cache.states import StatePool
 from kvern.cache.tier_drafts import DraftTraffic
 from kvern.cache.tier_loads import KnownPrompt, LoadedPage, PendingLoad, loaded_page
@@ -420,8 +422,8 @@ class TierTraffic(CacheExtension):
         return PageLoad(self._numbers, page.key, tables, state, patience, blocks if page.part is Part.DRAFT else [])
 
     def placed(self, request: Request) -> None:
-        if request.spec.hands_over:  # pages that are cached here may have left the stores
-            self._offers = {node: node.step for node in request.nodes[self._ends]} | self._offers
+        if request.spec.hands_over:
+            self._offer_again(request.nodes[self._ends])
         self._asked.discard(request)
         self._looks.pop(request, None)
         self._drafts.placed(request)
@@ -488,22 +490,30 @@ class TierTraffic(CacheExtension):
             self._states.settle(load.state, load.path[page.end - 1], load.step)
             load.state = NO_STATE
 
-    def shared(self, request: Request, contents: Sequence[int]) -> Callable[[], bool] | None:
+    def shared(self, request: Request, contents: Sequence[int]) -> SharedPrompt:
         """Others find all pages that end before the last token, and the last state that is kept of these."""
-        most, root = contents[: request.prompt_length - 1], self._tree.root_key(request.cache_namespace)
-        keys = [*block_keys(root, most, self._block_size)][self._ends]
-        awaited = [(key, Part.BLOCKS) for key in keys if self._has_blocks]
+        most, namespace = contents[: request.prompt_length - 1], request.cache_namespace
+        keys = [*block_keys(self._tree.root_key(namespace), most, self._block_size)][self._ends]
+        awaited = deque((key, Part.BLOCKS) for key in keys if self._has_blocks)
         awaited += [(key, Part.WINDOWS) for key in keys[-1:] if self._windows is not None]
+
+        def cached() -> Sequence[Node]:
+            return self._tree.match(namespace, most, len(most), [])[0][self._ends]
+
         if (states := self._states) is not None:
-            path, *_ = self._tree.match(request.cache_namespace, most, len(most), [])
-            kept = [self._tree.key(node) for node in path[self._ends] if states.copy_at(node) != NO_STATE]
+            kept = [self._tree.key(node) for node in cached() if states.copy_at(node) != NO_STATE]
             awaited += [(key, Part.STATE) for key in kept[-1:]]
+        page_tokens = self._page_blocks * self._block_size
+        return SharedPrompt(self._tier, awaited, page_tokens, self._is_planned, lambda: self._offer_again(cached()))
 
-        def are_there() -> bool:
-            awaited[:] = dropwhile(lambda one: self._tier.source(*one) is not None, awaited)
-            return not awaited
+    def _is_planned(self, key: bytes, part: Part) -> bool:
+        """True if one of the next steps saves a part of a page, if it can."""
+        offered = chain(self._offers, self._offered_states if part is Part.STATE else ())
+        return any(key == self._tree.key(node) for node in offered) or any(key == save.key for save in self._saves)
 
-        return are_there
+    def _offer_again(self, nodes: Sequence[Node]) -> None:
+        """Save pages that are cached here and may have left the stores."""
+        self._offers = {node: node.step for node in nodes} | self._offers
 
     def loads_beyond(self, capacity: int) -> bool:
         """See `CacheExtension`."""

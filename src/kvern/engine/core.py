@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from kvern.drafting.drafting import Drafting
 from kvern.engine.cache_forecast import CacheForecast
 from kvern.engine.core_timing import DEFAULT_TIMING, CoreTiming
+from kvern.engine.hand_overs import HandOvers
 from kvern.engine.loop import LOADING_SECONDS, EngineLoop
 from kvern.engine.pace import Pace
 from kvern.engine.rows import append_token, queue_seconds, unreported_logprobs
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kvern")
 PREPARING_SECONDS = 0.01
 """Seconds that an idle engine waits for a grammar before it looks for messages."""
-HAND_OVER_SECONDS = 1.0
-"""Seconds after which a prompt is handed over though a store does not have all of it, as one that is full."""
 
 
 class EngineCore(EngineLoop):
@@ -86,10 +85,6 @@ class EngineCore(EngineLoop):
             scheduler.observe(self._recorder)
         self._held: dict[str, tuple[Request, Future[None]]] = {}
         """Requests whose grammars are being prepared."""
-        self._prompts: dict[str, Request] = {}
-        """Requests whose prompts are computed for other engines."""
-        self._handing: list[tuple[TokenEvent, Callable[[], bool], float]] = []
-        """The last events of these, what says whether a store has the prompt, and until when that is awaited."""
         self._folder = folder
         self._digests: dict[int, bytes] = {}
         """The digests of the adapters that requests may use, by their keys."""
@@ -103,6 +98,7 @@ class EngineCore(EngineLoop):
         self._make_factors: Callable[[], StepFactors | None] | None = timing.factors
         self._in_flight: deque[tuple[SchedulerOutput, list[Request], StepResult]] = deque()
         self._counted = EngineStatistics(target_itl=self._pace.target)
+        self._handing = HandOvers(scheduler.cache, self._counted)
         self._trial = Trial()
         grows = scheduler.cache.memory.most_chunks > 1
         self._forecast = CacheForecast(scheduler, timing.clock) if grows else None
@@ -186,8 +182,7 @@ class EngineCore(EngineLoop):
         self._counted.requests += 1
         self._counted.prompt_tokens += 0 if request.spec.hands_over else request.prompt_length
         request.queue.arrived_at = self._clock()
-        if request.spec.hands_over:
-            self._prompts[request.request_id] = request
+        self._handing.begin(request)
         self._name(request)
         if request.params.beam_width is not None:
             self._beams.begin(request)
@@ -287,7 +282,7 @@ class EngineCore(EngineLoop):
         records = []
         for request_id in request_ids:
             request = self.scheduler.get(request_id)
-            self._prompts.pop(request_id, None)
+            self._handing.forget(request_id)
             if request is not None:
                 self.scheduler.finish(request, reason, stop_reason)
             elif request_id in self._held:
@@ -316,7 +311,7 @@ class EngineCore(EngineLoop):
             return [event for unit, reason in reasons.items() for event in self._fail_unit(unit, reason)]
         if (chunks := self.scheduler.cache.shrinks_to) is not None:
             return self.resize_cache(chunks)[1]
-        if self._handing and (handed := self._handed_over()):
+        if self._handing and (handed := self._handing.ended(self._clock())):
             return handed
         if self._trial.settle():
             self.scheduler.restrict(self._trial.units)
@@ -382,9 +377,7 @@ class EngineCore(EngineLoop):
             self._recorder.ended(output, requests, result)
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
-        events = self._collect(output, requests, result)
-        if self._prompts:
-            events = [event for event in events if not self._awaits_store(event)]
+        events = self._handing.withhold(self._collect(output, requests, result), self._clock())
         if self.drafting is not None:
             answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
             self.drafting.propose(answered, len(self.scheduler.running))
@@ -392,24 +385,6 @@ class EngineCore(EngineLoop):
             counts = len(requests), len(self.scheduler.waiting), self._counted.generation_tokens
             self._ring.write(self._seconds.last, counts, self._seconds.spent)
         return events
-
-    def _awaits_store(self, event: TokenEvent) -> bool:
-        """True if an event is told later: the prompt that it ends is not in a store yet."""
-        request = None if event.finish_reason is None else self._prompts.pop(event.request_id, None)
-        shared = None if request is None else self.scheduler.cache.shared(request)
-        if request is not None:
-            self._counted.generation_tokens -= len(event.token_ids)
-        if shared is not None:
-            self._handing.append((event, shared, self._clock() + HAND_OVER_SECONDS))
-        return shared is not None
-
-    def _handed_over(self) -> list[TokenEvent]:
-        """The last events of prompts that another engine finds now, or has to do without."""
-        now = self._clock()
-        ready = [each for each in self._handing if each[1]() or now >= each[2]]
-        if ready:
-            self._handing = [each for each in self._handing if each not in ready]
-        return [event for event, *_ in ready]
 
     def _rest(self) -> None:
         """Waits a little for what is loaded."""
@@ -479,7 +454,7 @@ class EngineCore(EngineLoop):
         """End queued requests that cannot go on; the events that say why."""
         events = []
         for request in requests:
-            self._prompts.pop(request.request_id, None)
+            self._handing.forget(request.request_id)
             if request.state is not State.FINISHED:  # like the other beams of a search that has just ended
                 self.scheduler.finish(request, "abort", reason)
                 ids = request.answer_ids if request.search is None else request.search.answer_ids

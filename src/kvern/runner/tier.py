@@ -92,6 +92,10 @@ class Tier:
         found = [self.shelf.find(name) for name in self._names(key, part)] or self.shelf.stores[:1]
         return None if found[0] is None or None in found else found[0].name
 
+    def is_saving(self, key: bytes, part: Part) -> bool:
+        """See `TierIndex`."""
+        return any(self.shelf.is_saving(names) for names in self._names(key, part))
+
     def pays(
         self,
         pages: Sequence[tuple[bytes, Part]],

@@ -82,7 +82,7 @@ def _parts(served: ServedRequest, record: RequestRecord | None, whole: float) ->
     before = min((passage.given for passage in served.passages), default=whole)
     for passage in served.passages:
         if passage.until is not None:
-            cause = "prefill" if passage.reason == PREFILLED else "lost"
+            cause = "prefill" if (passage.reason or "").startswith(PREFILLED) else "lost"
             yield Part(cause, passage.until - passage.given, f"in engine {passage.engine}: {passage.reason}")
     if record is None:
         given = [passage.given for passage in served.passages if passage.until is None]

@@ -148,10 +148,10 @@ class ServedRequest:
         passage.reason = reason
         self.moves += 1
 
-    def handed_over(self, passage: Passage, record: RequestRecord | None) -> None:
-        """Another engine goes on with a prompt, as was intended."""
+    def handed_over(self, passage: Passage, record: RequestRecord | None, lacks: str = "") -> None:
+        """Another engine goes on with a prompt, as was intended. `lacks`: what it does not find, if it is not all."""
         passage.until = self.seconds
-        passage.reason = PREFILLED
+        passage.reason = f"{PREFILLED}; {lacks}" if lacks else PREFILLED
         passage.prompt = None if record is None else encode(record)
 
     def recorded(self, engine: str, record: RequestRecord) -> None:

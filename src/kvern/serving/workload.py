@@ -114,10 +114,10 @@ class Generation:
         params, is_new = self.spec.params, not any(answer.token_ids for answer in self.output.outputs)
         return is_new and not self.handed_over and not self.spec.embed and params.prompt_logprobs is None
 
-    def hand_over(self, record: RequestRecord | None) -> None:
-        """Its prompt is computed, with this record: another engine goes on."""
+    def hand_over(self, record: RequestRecord | None, lacks: str) -> None:
+        """Its prompt is computed, with this record: another engine goes on, and finds all but what it `lacks`."""
         if self.served is not None and self._passage is not None:
-            self.served.handed_over(self._passage, record)
+            self.served.handed_over(self._passage, record, lacks)
             self._passage = None
         self.hands_over, self.handed_over = False, True
         self.begun_at = 0.0
@@ -357,7 +357,7 @@ class Workload:
                 self._remove(generation.output.request_id)
                 self.clear(generation)
                 self._metrics.handed_over()
-                generation.hand_over(event.record)
+                generation.hand_over(event.record, str(event.stop_reason or ""))
                 handed_over(generation)
         return others
 

@@ -53,6 +53,10 @@ class NotedTier:
         found: str | None = self._note(self._tier.source(key, part))
         return found
 
+    def is_saving(self, key: bytes, part: Part) -> bool:
+        """See `TierIndex`."""
+        return bool(self._note(self._tier.is_saving(key, part)))
+
     def pays(self, pages: Sequence[Page], start: int, end: int, ahead: Sequence[tuple[int, int]] | None = None) -> bool:
         """See `TierIndex`."""
         return bool(self._note(self._tier.pays(pages, start, end, ahead)))
@@ -97,6 +101,10 @@ class RepeatedTier:
         """See `TierIndex`."""
         found = next(self._answers, None)
         return found if isinstance(found, str) else None
+
+    def is_saving(self, key: bytes, part: Part) -> bool:
+        """See `TierIndex`."""
+        return bool(next(self._answers, False))
 
     def pays(self, pages: Sequence[Page], start: int, end: int, ahead: Sequence[tuple[int, int]] | None = None) -> bool:
         """See `TierIndex`."""

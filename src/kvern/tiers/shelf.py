@@ -13,7 +13,7 @@ the methods of `Shelf`, none of which waits for a store that is not local.
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -68,6 +68,8 @@ class Shelf:
         self._clock = clock
         self._sealing = lane("pages", 1)
         self._sealing_bytes = 0
+        self._saving: Counter[bytes] = Counter()
+        """Names of pages on their way to stores."""
         self._loads: dict[int, Load] = {}
         self._arrivals: deque[Arrival] = deque()
         """Pieces that the engine's thread has begun to copy itself."""
@@ -385,6 +387,7 @@ class Shelf:
             size = sum(len(piece.at) for piece in batch)
             with self._lock:
                 self._sealing_bytes += size
+                self._saving.update(piece.name for piece in batch)
             begun = [self._begin(batch)] if is_prompt and self._is_direct else []
             self._sealing.submit(partial(self._seal, batch, begun), size)
 
@@ -402,6 +405,7 @@ class Shelf:
         self._memory.forget(pieces)
         with self._lock:
             self._sealing_bytes -= sum(len(piece.at) for piece in pieces)
+            self._saving -= Counter(piece.name for piece in pieces)
 
     def _give_up(self, reserved: Mapping[int, Reserved], error: Exception) -> None:
         logger.warning("pages of the KV cache are not saved: %s", error)
@@ -482,6 +486,8 @@ class Shelf:
                 one.count(skipped_tokens=sum(page.tokens for _, page, _ in batch))
             else:
                 whole = [(page, of.page(page, number)) for of, page, number in batch]
+                with self._lock:
+                    self._saving.update(page.name for page, _ in whole)
                 one.writing.submit(partial(self._write, one, whole, size), size)
 
     def _write(self, one: Shelved, batch: Sequence[tuple[Piece, memoryview]], size: int) -> None:
@@ -505,8 +511,15 @@ class Shelf:
             else:
                 one.count(skipped_tokens=piece.tokens)
         one.count(written_seconds=self._clock() - began)
+        with self._lock:
+            self._saving -= Counter(piece.name for piece, _ in batch)
         with one.lock:
             one.writing_bytes -= size
+
+    def is_saving(self, names: PageName) -> bool:
+        """True if a piece is on its way to a store."""
+        with self._lock:
+            return names.whole in self._saving or names.head in self._saving
 
     @property
     def is_quiet(self) -> bool:

@@ -1,0 +1,47 @@
+"""A prompt that was computed for other engines, which read its pages from a store."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvern.cache.messages import Part, TierIndex
+
+
+@dataclass(eq=False)
+class SharedPrompt:
+    """The pages of a prompt that other engines are to find; each is awaited as long as it is on its way to a store.
+
+    `is_planned` says whether a part of a page will be saved, `save_again` has pages saved that the device still has:
+    others may have taken their place in the store. That is tried once: a store may be too small for the prompt.
+    """
+
+    tier: TierIndex
+    awaited: deque[tuple[bytes, Part]]
+    page_tokens: int
+    is_planned: Callable[[bytes, Part], bool]
+    save_again: Callable[[], None]
+    _was_saved_again: bool = False
+    _lacking: set[bytes] = field(default_factory=set)
+
+    def has_ended(self) -> bool:
+        """Returns whether nothing is awaited any more."""
+        while self.awaited:
+            key, part = self.awaited[0]
+            if self.tier.source(key, part) is None:
+                if self._comes(key, part):
+                    return False
+                if not self._was_saved_again:
+                    self._was_saved_again = True
+                    self.save_again()
+                    continue
+                self._lacking.add(key)
+            self.awaited.popleft()
+        return True
+
+    @property
+    def lacking_tokens(self) -> int:
+        """The tokens of pages that others will not find, as far as is known now."""
+        return self.page_tokens * len(self._lacking | {key for key, _ in self.awaited})
+
+    def _comes(self, key: bytes, part: Part) -> bool:
+        return self.is_planned(key, part) or self.tier.is_saving(key, part)

@@ -1,0 +1,65 @@
+"""Prompts that an engine computes for others: their ends are told once a store has the pages."""
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from kvern.request.events import EngineStatistics, TokenEvent
+from kvern.request.request import Request
+
+if TYPE_CHECKING:
+    from kvern.cache.manager import KVCacheManager
+    from kvern.cache.shared_prompt import SharedPrompt
+
+HAND_OVER_SECONDS = 1.0
+"""Seconds after which a prompt is handed over though pages are still on their way, as to a store that hangs."""
+
+
+class HandOvers:
+    """The prompts of one engine that are computed for others. `statistics`: the engine's."""
+
+    def __init__(self, cache: "KVCacheManager", statistics: EngineStatistics) -> None:
+        self._cache = cache
+        self._statistics = statistics
+        self._computed: dict[str, Request] = {}
+        """Those that are computed now, by their ids."""
+        self._awaiting: list[tuple[TokenEvent, SharedPrompt, float]] = []
+        """The last events of others, what they wait for, and until when."""
+
+    def __bool__(self) -> bool:
+        """True if the end of some will be told without a step."""
+        return bool(self._awaiting)
+
+    def begin(self, request: Request) -> None:
+        """A request has come, which may be one of them."""
+        if request.spec.hands_over:
+            self._computed[request.request_id] = request
+
+    def forget(self, request_id: str) -> None:
+        """A request ends otherwise, which may be one of them."""
+        self._computed.pop(request_id, None)
+
+    def withhold(self, events: list[TokenEvent], now: float) -> list[TokenEvent]:
+        """Returns the events of a step without those that are told later."""
+        return [event for event in events if not self._awaits(event, now)] if self._computed else events
+
+    def _awaits(self, event: TokenEvent, now: float) -> bool:
+        request = None if event.finish_reason is None else self._computed.pop(event.request_id, None)
+        if request is None:
+            return False
+        self._statistics.generation_tokens -= len(event.token_ids)
+        shared = self._cache.shared(request)
+        if shared is not None:
+            self._awaiting.append((event, shared, now + HAND_OVER_SECONDS))
+        return shared is not None
+
+    def ended(self, now: float) -> list[TokenEvent]:
+        """Returns the last events of prompts that others find now, or have to do without."""
+        ready = [each for each in self._awaiting if each[1].has_ended() or now >= each[2]]
+        if ready:
+            self._awaiting = [each for each in self._awaiting if each not in ready]
+        return [_told(event, shared.lacking_tokens) for event, shared, _ in ready]
+
+
+def _told(event: TokenEvent, lacking: int) -> TokenEvent:
+    return replace(event, stop_reason=f"no store has {lacking:,} of its tokens") if lacking else event
