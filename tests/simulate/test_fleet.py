@@ -1,6 +1,8 @@
 """Several simulated engines: requests are divided as a server does it, which knows of a step when it has ended."""
 
 import json
+import random
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -9,9 +11,10 @@ from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.loads.source import read_load
+from kvern.serving.prefix_index import Level, PrefixIndex
 from kvern.simulate.engine import DrivenEngine, Prompts, simulated_engine
 from kvern.simulate.fleet import ROUTERS, Fleet
-from tests.support.simulation import SIZES, EvenPrice
+from tests.support.simulation import SIZES, DrawnPrice, EvenPrice
 
 LARGE = msgspec.structs.replace(SIZES, blocks=2048, max_model_len=4096, max_batch_tokens=512)
 
@@ -25,6 +28,50 @@ def fleet(count: int, load: list[LoadRequest], router: str = "server") -> list[D
         assert all(answer.ended for answer in engine.timeline.answers.values())
     group.check_integrity()
     return engines
+
+
+@pytest.mark.parametrize("router", ["server", "least"])
+@pytest.mark.parametrize("seed", range(6))
+def test_engines_that_look_ahead_do_what_single_steps_do(
+    seed: int, router: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(seed)
+    blocks, depth, requests = dice.choice((150, 400, 2048)), dice.choice((1, 2)), 90
+    sizes = msgspec.structs.replace(LARGE, blocks=blocks, max_model_len=1600, max_batch_requests=12, depth=depth)
+    # turns of conversations arrive while the answer before is computed, and caches are full
+    rate, think = dice.choice((0.02, 0.1)), dice.choice((5, 60, 400))
+    load = list(
+        read_load(
+            f"rate={rate},requests={requests},input=uniform:1:300,output=uniform:1:150,prefix=512:3:1,"
+            f"turns=uniform:1:3,think={think}s,tenants=2,seed={seed}"
+        )
+    )
+    load = [each for each in load if each.prompt_tokens + each.output_tokens <= 1600]
+
+    found = PrefixIndex.levels
+    seen: list[object] = []
+
+    def levels(index: PrefixIndex, names: Iterable[bytes]) -> list[Level]:
+        known = found(index, names)
+        seen.append([(tokens, sorted(engines)) for tokens, engines in known])
+        return known
+
+    monkeypatch.setattr(PrefixIndex, "levels", levels)
+
+    def run(leaps: bool) -> list[object]:
+        seen.clear()
+        engines = [simulated_engine(sizes, DrawnPrice(seed + number), leaps=leaps) for number in range(3)]
+        group = Fleet(engines, router)
+        group.run(load, Prompts())
+        group.check_integrity()
+        assert not leaps or sum(each.leaps.steps for each in engines if each.leaps is not None) > 500
+        return [*seen, *map(state, engines)]
+
+    def state(engine: DrivenEngine) -> object:
+        counts = engine.hit_tokens, engine.scheduler.preemption_count, engine.scheduler.step
+        return times(engine), list(engine.timeline.answers), engine.timeline.gaps, counts
+
+    assert run(True) == run(False)
 
 
 def times(engine: DrivenEngine) -> list[tuple[float, float]]:

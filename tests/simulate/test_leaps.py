@@ -6,19 +6,9 @@ import msgspec
 import pytest
 
 from kvern.engine.queues import POLICIES
-from kvern.engine.step_load import StepLoad
 from kvern.loads.request import LoadRequest
 from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts, simulated_engine
-
-
-class DrawnPrice:
-    """A price of which every step draws a part."""
-
-    def __init__(self, seed: int) -> None:
-        self._dice = random.Random(seed)
-
-    def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
-        return (0.01 + 0.001 * load.rows + 1e-6 * load.keys) * (0.5 + self._dice.random())
+from tests.support.simulation import DrawnPrice
 
 
 def drawn(seed: int) -> tuple[EngineSizes, list[LoadRequest]]:

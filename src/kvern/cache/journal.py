@@ -4,6 +4,7 @@ prefix tree --gain, lose--> CacheJournal --add, remove--> NameLedger --take--> w
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 from kvern.cache.keys import WORD_BYTES, block_key, contents_in, edge_key, has_marks, length_of, root_key
 from kvern.cache.prefix_names import ENDS, named_tokens
@@ -83,6 +84,10 @@ class CacheJournal:
         """Keep it no longer."""
         self._tree.gaining.remove(self._gain)
         self._tree.losing.remove(self._lose)
+
+    def names_of(self, nodes: Iterable[Node]) -> list[bytes]:
+        """Returns the names of the pieces that end within nodes."""
+        return [name for node in nodes for name in self._names.get(node, ())]
 
     def _gain(self, namespace: bytes, node: Node) -> None:
         assert node.parent is not None

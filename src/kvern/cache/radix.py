@@ -17,6 +17,7 @@ order of their release, children before parents: its first entry is always a lea
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from kvern.cache.block_pool import BlockPool
@@ -200,6 +201,10 @@ class RadixCache:
             self._remove(leaf)
             if leaf.parent is not None and leaf.parent.parent is None and not leaf.parent.children:
                 self._roots = {name: root for name, root in self._roots.items() if root is not leaf.parent}
+
+    def oldest(self, count: int) -> Iterator[Node]:
+        """The least recently used nodes that eviction can remove, in order, at most so many."""
+        return islice(self._unused, count)
 
     def evict_from(self, block: int) -> None:
         """Free blocks of this number and higher ones, with all that follows them, but for those that are in use."""

@@ -6,6 +6,7 @@ head of the queue --> Pace.time --> Scheduler.schedule --> began --> ended: the 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import sub
 from typing import TYPE_CHECKING
 
 from kvern.engine.step_budget import StepTime
@@ -130,6 +131,19 @@ class Pace:
         elif self._rested and self._begun and self._begun[0][0] is None:  # the rest was too long
             self._decoding.append(min(self._decoding) / 2)
         self._rested = False
+
+    def decoded(self, moments: Sequence[float]) -> None:
+        """Notes what steps with only decodes have left behind that ended at known moments, from the second one on.
+
+        The first moment is the end of the step before; each step began when the one before it ended.
+        """
+        if self.costs is None:
+            return
+        self._decoding.extend(map(sub, moments[1:], moments))
+        self._asked = self._awaited = moments[-2]
+        self._ended = self._came = moments[-1]
+        if self._begun:
+            self._begun[0] = None, moments[-2], None
 
     def _expected(self, load: StepLoad | None) -> float:
         return min(self._decoding) if load is None or self.costs is None else self.costs.seconds(load)

@@ -70,6 +70,10 @@ class PrefixIndex:
         self._growing: dict[bytes, list[Expected]] = {}
         """Expectations by their last names so far, after which they may go on."""
 
+    def __contains__(self, name: bytes) -> bool:
+        """True if an engine has a name, or will have it."""
+        return name in self._having
+
     def begin(self, number: int) -> None:
         """An engine was asked to tell what it has: its message number 0 comes next, before which nothing counts."""
         self.drop(number)

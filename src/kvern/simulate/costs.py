@@ -22,6 +22,7 @@ import numpy as np
 from kvern.engine.step_load import StepLoad
 from kvern.engine.step_seconds import parts_of
 from kvern.errors import ConfigError
+from kvern.simulate.executor import Price
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -63,7 +64,7 @@ class StepSample(NamedTuple):
     seconds: float
 
 
-class RooflinePrice:
+class RooflinePrice(Price):
     """The estimates of `kvern plan`, which no step of this model on this card has confirmed."""
 
     def __init__(self, factors: "StepFactors") -> None:
@@ -71,7 +72,17 @@ class RooflinePrice:
 
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
         """Returns the estimate of a step."""
-        return sum(parts_of(load, self._factors)) + self._factors.overhead
+        weights, keys, products, sums = parts_of(load, self._factors)
+        return weights + keys + products + sums + self._factors.overhead
+
+    def decodes(self, load: StepLoad, steps: int) -> "npt.NDArray[np.float64]":
+        """See `Price`."""
+        weights, _, products, sums = parts_of(load, self._factors)
+        reading = np.full(steps, load.rows * self._factors.state)
+        keys = load.keys + load.rows * np.arange(steps)
+        for window, each in self._factors.keys:
+            reading += each * (np.minimum(keys, load.rows * window) if window else keys)
+        return weights + reading + products + sums + self._factors.overhead
 
 
 class Errors(msgspec.Struct, frozen=True):
@@ -115,21 +126,40 @@ class StepFit(msgspec.Struct, frozen=True):
         return found + sum(each * value for each, value in zip(self.others, _others(work), strict=True))
 
 
-class FittedPrice:
+class FittedPrice(Price):
     """Fitted costs; steps draw runs of ratios, by the seed. None: all take the mean."""
 
     def __init__(self, fit: StepFit, seed: int | None) -> None:
-        self._fit, self._spread = fit, seed is not None
-        self._random = random.Random(f"residuals {seed}")
-        self._mean = {True: float(np.mean(fit.prompts)), False: float(np.mean(fit.decodes))}
+        self._fit, self._seed = fit, seed
+        ratios = {False: np.array(fit.decodes), True: np.array(fit.prompts)}
+        self._ratios = ratios if seed is not None else {kind: each.mean(keepdims=True) for kind, each in ratios.items()}
         self._places = {True: 0, False: 0}
         """The ratios that come next, of steps with prompts and others."""
-        self._left = 0
+        self._left = self._runs = 0
         self._known: dict[tuple[int, int, int, int], float] = {}
         """The costs of rows, requests, new requests and tokens of prompts."""
 
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
         """Returns the time of a step."""
+        seconds = self._plain(load, requests, joined) + load.keys * self._fit.others[KEYS]
+        seconds += load.pairs * self._fit.others[PAIRS]
+        return seconds * float(self._drawn(load.prompt > 0, 1)[0])
+
+    def decodes(self, load: StepLoad, steps: int) -> "npt.NDArray[np.float64]":
+        """See `Price`."""
+        keys = load.keys + load.rows * np.arange(steps)
+        return (self._plain(load, load.rows, 0) + keys * self._fit.others[KEYS]) * self._drawn(False, steps)
+
+    def mark(self) -> tuple[int, int, int, int]:
+        """See `Price`."""
+        return self._left, self._runs, self._places[False], self._places[True]
+
+    def back(self, mark: tuple[int, int, int, int]) -> None:
+        """See `Price`."""
+        self._left, self._runs, self._places[False], self._places[True] = mark
+
+    def _plain(self, load: StepLoad, requests: int, joined: int) -> float:
+        """Returns the cost of a step that attends to nothing."""
         sizes = load.rows, requests, joined, load.prompt
         known = self._known.get(sizes)
         if known is None:
@@ -137,19 +167,28 @@ class FittedPrice:
                 self._known.clear()
             plain = load._replace(keys=0, pairs=0.0)
             known = self._known[sizes] = self._fit.seconds(StepWork(plain, requests, joined))
-        seconds = known + load.keys * self._fit.others[KEYS] + load.pairs * self._fit.others[PAIRS]
-        kind = load.prompt > 0
-        if not self._spread:
-            return seconds * self._mean[kind]
-        if not self._left:
-            moment = self._random.random()  # of the record, where the run begins
-            self._places = {True: int(moment * len(self._fit.prompts)), False: int(moment * len(self._fit.decodes))}
-            self._left = RUN_STEPS
-        self._left -= 1
-        ratios = self._fit.prompts if kind else self._fit.decodes
-        place = self._places[kind]
-        self._places[kind] = (place + 1) % len(ratios)
-        return seconds * ratios[place]
+        return known
+
+    def _drawn(self, kind: bool, steps: int) -> "npt.NDArray[np.float64]":
+        """Draws the ratios of the next steps."""
+        ratios, missing = self._ratios[kind], steps
+        found: list[npt.NDArray[np.float64]] = []
+        while missing:
+            if not self._left:
+                moment = random.Random(
+                    f"residuals {self._seed} {self._runs}"
+                ).random()  # of the record, where it begins
+                self._places = {each: int(moment * len(self._ratios[each])) for each in (False, True)}
+                self._left, self._runs = RUN_STEPS, self._runs + 1
+            count, place = min(missing, self._left), self._places[kind]
+            if place + count <= len(ratios):
+                found.append(ratios[place : place + count])
+            else:
+                found.append(ratios[np.arange(place, place + count) % len(ratios)])
+            self._places[kind] = (place + count) % len(ratios)
+            self._left -= count
+            missing -= count
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepFit:

@@ -125,6 +125,10 @@ class Prompts:
             whole=True,
         )
 
+    def answers(self, request: LoadRequest) -> list[int]:
+        """Returns the numbers of requests whose answers a prompt has in it."""
+        return [token - OWN for block in request.blocks for _, _, token in self._answers.get(block, ())]
+
     def _named(self, block: int, count: int) -> list[int]:
         tokens = [self._names.setdefault(block, len(self._names))] * count
         for begin, end, token in self._answers.get(block, ()):
@@ -255,6 +259,14 @@ class DrivenEngine:
         if self.leaps is None or not self.leaps.leap(until):
             return self.core.step()
         return []
+
+    def look(self) -> float | None:
+        """Returns when steps will have ended until which nothing is decided; None: there are none of these."""
+        return None if self.leaps is None else self.leaps.look()
+
+    def land(self, until: float) -> int:
+        """Makes the steps that were looked at and end before a moment; returns how many these are."""
+        return self.leaps.settle(until) if self.leaps is not None and len(self.leaps.ends) else 0
 
     def run(self, load: Sequence[LoadRequest], prompts: Prompts) -> None:
         """Runs a whole load, in the order of its arrivals."""

@@ -1,12 +1,20 @@
 """An executor whose steps compute nothing and take the seconds that a price says."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from kvern.engine.step_load import StepLoad, load_of
 from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepResult
 from kvern.simulate.tier_answers import PricedTier
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Seconds = npt.NDArray[np.float64]
 
 
 class VirtualClock:
@@ -27,12 +35,27 @@ class VirtualClock:
         self.now = max(self.now, moment)
 
 
-class Price(Protocol):
-    """The seconds of steps."""
+class Price(ABC):
+    """The seconds of steps, each from the end of the step before to its own."""
 
+    @abstractmethod
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
-        """Returns the time from the end of the step before to the end of a step, of which so many requests are new."""
-        ...
+        """Returns the time of the next step, of which so many requests are new."""
+
+    def decodes(self, load: StepLoad, steps: int) -> "Seconds":
+        """Returns the times of the next steps, in which all rows decode; the first has this load."""
+        rows, keys = load.rows, load.keys
+        return np.array(
+            [self.seconds(load._replace(keys=keys + rows * step), rows, 0) for step in range(steps)], np.float64
+        )
+
+    def mark(self) -> Any:
+        """Returns what `back` needs to draw again what is drawn from now on."""
+        return None
+
+    def back(self, mark: Any) -> None:
+        """Forgets what was drawn since `mark`, which is None where nothing is drawn."""
+        assert mark is None, "a price that draws goes back itself"
 
 
 Observe = Callable[[float, list[ScheduledTokens], list[str]], None]
@@ -61,6 +84,20 @@ class SimulatedStep:
         ]
 
 
+class _Ahead(NamedTuple):
+    """Steps that were looked at: begin and times, and begin and ends; `known` is 1 if the first one has begun.
+
+    `load`: that of the first one that has not begun. `was_drawn`: the time of the first was drawn before `mark`.
+    """
+
+    load: StepLoad
+    times: "Seconds"
+    ends: "Seconds"
+    known: int
+    was_drawn: bool
+    mark: Any
+
+
 class SimulatedExecutor:
     """Gives every row that samples a token of its request: the seed of its `RequestSpec`.
 
@@ -81,6 +118,7 @@ class SimulatedExecutor:
         self._tokens: dict[int, int] = {}
         self._drawn: float | None = None
         """The seconds of the next step, if they are known already."""
+        self._ahead: _Ahead | None = None
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         """Begins a step."""
@@ -111,36 +149,38 @@ class SimulatedExecutor:
         scheduled = output.scheduled
         return self.price.seconds(load_of(scheduled, output.encoding), len(scheduled), len(output.joined))
 
-    def decode(self, load: StepLoad, most: int, until: float) -> list[float]:
+    def look(self, load: StepLoad, steps: int) -> "Seconds":
         """Returns the ends of steps in which all rows decode, of which the next to be submitted has this load.
 
-        They are at most so many, and end before a moment. The first is the one that is in flight, if there is one. The
-        clock does not know yet that their time has passed.
+        The first is the one that is in flight, if there is one. None has happened yet; see `take`.
         """
-        rows = load.rows
-        keys, reach = load.keys, load.reach
-        found: list[float] = []
         flying = self.flying[0] if self.flying else None
-        now = max(self.ended, self._clock.now if flying is None else flying.submitted)
-        price = self.price.seconds
-        while len(found) < most:
-            in_flight = None if found else flying
-            if self._drawn is None and in_flight is not None:
-                self._drawn = self._seconds(in_flight.output)
-            elif self._drawn is None:
-                self._drawn = price(StepLoad(rows, keys, reach=reach), rows, 0)
-            end = now + self._drawn
-            if end >= until:
-                break
-            self.busy += end - now
-            now, self._drawn = end, None
-            found.append(end)
-            if in_flight is None:
-                keys += rows
-                reach += 1
-        if found:
-            self.ended = now
-        return found
+        begun = max(self.ended, self._clock.now if flying is None else flying.submitted)
+        mark, drawn = self.price.mark(), self._drawn is not None
+        if flying is not None and not drawn:
+            self._drawn = self._seconds(flying.output)
+        elif flying is None and drawn:
+            load = load._replace(keys=load.keys + load.rows, reach=load.reach + 1)
+        known = [begun] if self._drawn is None else [begun, self._drawn]
+        times = np.concatenate((known, self.price.decodes(load, steps + 1 - len(known))))
+        self._ahead = _Ahead(load, times, np.add.accumulate(times), len(known) - 1, drawn, mark)
+        return self._ahead.ends[1:]
+
+    def take(self, count: int) -> None:
+        """Lets the first of the steps have happened that were looked at; the clock does not know yet of their time."""
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        last = len(ahead.ends) - 1
+        if count:
+            self.ended = float(ahead.ends[count])
+            self.busy += self.ended - float(ahead.ends[0])
+        self._drawn = None if count == last else float(ahead.times[count + 1])  # the next has begun
+        if count + 1 < last and ahead.mark is not None:
+            self.price.back(ahead.mark)
+            if ahead.known and not ahead.was_drawn:
+                self._seconds(self.flying[0].output)
+            if drawn := count + 1 - ahead.known:
+                self.price.decodes(ahead.load, drawn)
 
     def sampled(self, output: SchedulerOutput) -> list[list[int]]:
         """Returns the tokens of each row."""

@@ -6,6 +6,10 @@
 
 Each engine has a clock of its own; the engine whose clock is least takes the next turn. Other choices than the
 server's are there to be compared with it.
+
+An engine looks ahead to the end of steps in which nothing is decided (`leap.py`), however many requests arrive
+elsewhere. They are made when they have ended, or before the server reads something that they change: when this engine
+gets a request, and when a prompt has an answer in it that they add to, or a prefix that they may evict.
 """
 
 import heapq
@@ -56,8 +60,10 @@ class Member:
         self.tokens = self.computed = 0
         self.told: list[CacheChanges] = []
         self.teller = CacheTeller(engine.core, self.told.append)
-        self.waits = True
-        """It has nothing to do, and takes no turn until it gets a request."""
+        self.due = math.inf
+        """The moment of its next turn; inf: it has nothing to do until it gets a request."""
+        self.losing: list[bytes] = []
+        """The names of prefixes that steps may evict that it has looked at."""
 
 
 class Fleet:
@@ -70,7 +76,10 @@ class Fleet:
         self._loads, self._index = EngineLoads(), PrefixIndex()
         self._turns = Turns()
         self._due: list[tuple[float, int]] = []
-        """The moments at which engines take their next turns."""
+        """The moments at which engines take their next turns, and others that are not due any more."""
+        self._losing: dict[bytes, list[Member]] = {}
+        self._where: dict[str, Member] = {}
+        """The engines that have the requests that have not ended."""
         self._dice = random.Random(f"router {seed}")
         self._count = 0
         self._router = router
@@ -87,31 +96,85 @@ class Fleet:
         for number, request in enumerate(load):
             spec = prompts.spec(number, request)
             self._advance(request.arrival)
+            for answer in prompts.answers(request):
+                if (member := self._where.get(f"{answer}#0")) is not None:
+                    self._reach(member, request.arrival)
             self._give(spec, request.arrival)
         self._advance(math.inf)
 
     def _advance(self, until: float) -> None:
         """Lets engines take the turns that begin before a moment."""
         while self._due and self._due[0][0] < until:
-            self._turn(until)
+            self._turn()
 
-    def _turn(self, until: float) -> None:
-        """Lets the engine whose turn is next do a step."""
-        _, number = heapq.heappop(self._due)
+    def _turn(self) -> None:
+        """Lets the engine whose turn is next do a step, or look at several."""
+        due, number = heapq.heappop(self._due)
         member = self._members[number]
+        if due != member.due:
+            return
+        self._land(member, math.inf)
         self._settle(member)
-        if member.engine.has_work:
-            self._told(member, member.engine.step(until))
-            member.teller.tell()
-            heapq.heappush(self._due, (member.engine.clock.now, number))
+        if not member.engine.has_work:
+            member.due = math.inf
+        elif (end := member.engine.look()) is not None:
+            self._let(member, end)
+            if member.engine.leaps is not None and member.engine.leaps.evicted:
+                self._loses(member, member.engine.leaps.evicted)
         else:
-            member.waits = True
+            self._told(member, member.engine.core.step())
+            member.teller.tell()
+            self._let(member, member.engine.clock.now)
+
+    def _let(self, member: Member, moment: float) -> None:
+        """Lets an engine take its next turn at a moment."""
+        member.due = moment
+        heapq.heappush(self._due, (moment, member.number))
+
+    def _land(self, member: Member, until: float) -> None:
+        """Makes the steps that an engine has looked at and that end before a moment."""
+        if member.engine.land(until):
+            member.teller.tell()
+        for name in member.losing:
+            self._losing[name].remove(member)
+            if not self._losing[name]:
+                del self._losing[name]
+        member.losing.clear()
+
+    def _loses(self, member: Member, blocks: int) -> None:
+        """Notes what an engine may evict; as it adds blocks, it may be one more for each."""
+        journal = member.engine.scheduler.cache.journal
+        if journal is not None:
+            member.losing = journal.names_of(member.engine.scheduler.cache.tree.oldest(2 * blocks))
+            for name in member.losing:
+                self._losing.setdefault(name, []).append(member)
+
+    def _reach(self, member: Member, moment: float) -> None:
+        """Lets an engine take the turns that begin before a moment, without a look at what follows."""
+        if member.due == math.inf:
+            return
+        clock = member.engine.clock
+        self._land(member, moment)
+        while clock.now < moment:
+            self._settle(member)
+            if not member.engine.has_work:
+                member.due = math.inf
+                return
+            self._told(member, member.engine.step(moment))
+            member.teller.tell()
+        if member.due != clock.now:
+            self._let(member, clock.now)
 
     def _told(self, member: Member, events: Sequence[TokenEvent]) -> None:
         """An engine has told what a step did; only those who hand prompts over look at it."""
 
     def _give(self, spec: RequestSpec, arrival: float) -> None:
         names = prompt_names(spec) if self._knows else ()
+        for name in names if self._losing else ():
+            if name not in self._index:
+                break
+            for member in [*self._losing.get(name, ())]:
+                self._reach(member, arrival)
         levels = self._index.levels(names)
         spec = msgspec.structs.replace(spec, turn=self._turns.take(spec.owner, 1))
         self._put(spec, arrival, self._members[self._chosen(levels)], names, levels)
@@ -120,16 +183,17 @@ class Fleet:
         self, spec: RequestSpec, arrival: float, member: Member, names: Iterable[bytes], levels: Sequence[Level]
     ) -> None:
         """Gives an engine a request; `levels`: who has how much of its prefixes, `names`, cached."""
+        self._reach(member, arrival)
         uncached = spec.prompt_length - cached_tokens(levels, member.number)
         given = _Given(spec, uncached, self._index.expect(member.number, names))
         member.given[f"{spec.request_id}#0"] = given
         member.computed += uncached
         member.tokens += given.tokens
         self._weigh(member)
+        self._where[f"{spec.request_id}#0"] = member
         member.engine.add(spec, arrival)
-        if member.waits:
-            member.waits = False
-            heapq.heappush(self._due, (member.engine.clock.now, member.number))
+        if member.due == math.inf:
+            self._let(member, member.engine.clock.now)
 
     def _chosen(self, levels: Sequence[Level]) -> int:
         count = len(self._members)
@@ -154,6 +218,7 @@ class Fleet:
             given.tokens = _answer_tokens(given.spec)
             member.tokens += given.tokens
         for name in ended:
+            del self._where[name]
             if not member.given[name].spec.hands_over:  # its pages may not be in a store yet
                 member.tokens -= member.given.pop(name).tokens
         if begun or ended:

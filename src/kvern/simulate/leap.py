@@ -4,19 +4,32 @@ While nobody arrives, ends or waits, and blocks suffice, each step adds a token 
 one by one, with the same random numbers, and their tokens together: whatever is decided later is as if they had been
 made singly. With two steps in flight one is in flight before and after, too: the first of the steps is that one, and
 the last takes its place.
+
+    look --> when the steps will end --settle(moment)--> those that ended before are made; the others are forgotten
+
+Nobody who gives requests has to look at an engine between the two: no request begins or ends in such steps.
 """
 
 from collections.abc import Sequence
+from operator import sub
+from typing import TYPE_CHECKING
 
-from kvern.engine.pace import Pace
+import numpy as np
+
+from kvern.engine.pace import AT_ONCE, Pace
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_load import StepLoad
 from kvern.request.request import Request
 from kvern.simulate.executor import SimulatedExecutor, VirtualClock
 from kvern.simulate.timeline import Timeline
 
+if TYPE_CHECKING:
+    from kvern.simulate.executor import Seconds
+
 LEAST_STEPS = 2
 """Fewer are made singly."""
+MOST_STEPS = 256
+"""Steps that are looked at together, at most."""
 MOST_FLYING = 2
 """Steps in flight of an engine that leaps."""
 
@@ -35,57 +48,79 @@ class Leaps:
     ) -> None:
         self.steps = 0
         """The steps of all leaps."""
+        self.ends: Seconds = np.empty(0)
+        """The ends of steps that were looked at and not made yet."""
+        self.evicted = 0
+        """The blocks that these take from what is only cached, at most."""
+        self._running: list[Request] = []
         self._scheduler, self._executor = scheduler, executor
         self._timeline, self._clock = timeline, clock
         self._depth, self._pace = depth, pace
 
     def leap(self, until: float) -> bool:
         """Makes the steps that end before a moment, as far as nothing is decided; False: there are none."""
+        return self.look() is not None and self.settle(until) > 0
+
+    def look(self) -> float | None:
+        """Returns when the last step will have ended before something is decided; None: something is now."""
         executor = self._executor
-        if len(executor.flying) != self._depth - 1:
-            return False
         running = list(self._scheduler.running)
-        flying = executor.flying[0] if executor.flying else None
-        if flying is not None and len(flying.output.scheduled) != len(running):
-            return False
+        if not running or len(executor.flying) != self._depth - 1:
+            return None
+        if executor.flying and len(executor.flying[0].output.scheduled) != len(running):
+            return None
         most = self._most(running)
         if most < LEAST_STEPS:
-            return False
-        keys = sum(request.num_computed_tokens + 1 for request in running)
-        reach = max(request.num_computed_tokens for request in running) + 1
-        moments = executor.decode(StepLoad(len(running), keys, reach=reach), most, until)
-        if moments:
-            self.steps += len(moments)
-            self._grow(running, len(moments))
-            if flying is not None:
-                flying.move(len(moments), self._scheduler.step)
+            return None
+        computed = [request.num_computed_tokens for request in running]
+        load = StepLoad(len(running), sum(computed) + len(running), reach=max(computed) + 1)
+        self._running, self.ends = running, executor.look(load, most)
+        return float(self.ends[-1])
+
+    def settle(self, until: float) -> int:
+        """Makes the steps that were looked at and end before a moment; returns how many these are."""
+        executor, running = self._executor, self._running
+        ends = self.ends
+        count = int(np.searchsorted(ends, until))
+        executor.take(count)
+        self.ends = ends[:0]
+        if count:
+            moments: list[float] = ends[:count].tolist()
+            self.steps += count
+            self._grow(running, count)
+            if executor.flying:
+                executor.flying[0].move(count, self._scheduler.step)
             if self._pace is not None:
                 self._tell(self._pace, moments)
             self._clock.reach(moments[-1])
             self._timeline.leapt(moments, [request.request_id for request in running])
-        return bool(moments)
+        return count
 
     def _most(self, running: Sequence[Request]) -> int:
         """Returns how many steps decide nothing, at most."""
         scheduler = self._scheduler
-        rows = len(running)
-        if not rows or scheduler.waiting or not scheduler.limits.continuous or rows > scheduler.limits.max_batch_tokens:
+        rows, flying = len(running), self._depth - 1
+        if scheduler.waiting or not scheduler.limits.continuous or rows > scheduler.limits.max_batch_tokens:
             return 0
-        most = 1 << 30
+        most = MOST_STEPS
         for request in running:
-            if request.in_flight != self._depth - 1 or not request.output_length or request.remaining_tokens != 1:
+            known = len(request.token_ids)
+            answered = known - request.prompt_length
+            if request.in_flight != flying or not answered or known + flying - request.num_computed_tokens != 1:
                 return 0
-            most = min(most, request.max_tokens - request.output_length - 1)
+            most = min(most, request.max_tokens - answered - 1)
         # A request that lost its row may find the end of what it had cached, whose block becomes free in a step.
-        room = scheduler.cache.pool.free_count if scheduler.preemption_count else scheduler.cache.available_count
-        while most >= LEAST_STEPS and self._lacking(running, most) > room:
+        free = scheduler.cache.pool.free_count
+        room = free if scheduler.preemption_count else scheduler.cache.available_count
+        while most >= LEAST_STEPS and (lacking := self._lacking(running, most)) > room:
             most //= 2
+        self.evicted = 0 if most < LEAST_STEPS else max(0, lacking - free)
         return most
 
     def _lacking(self, running: Sequence[Request], steps: int) -> int:
         """Returns the blocks that requests lack for so many steps."""
-        needed = self._scheduler.cache.blocks_for
-        return sum(max(0, needed(each.num_computed_tokens + steps) - len(each.block_ids)) for each in running)
+        size = self._scheduler.cache.block_size
+        return sum(max(0, -(-(each.num_computed_tokens + steps) // size) - len(each.block_ids)) for each in running)
 
     def _grow(self, running: Sequence[Request], steps: int) -> None:
         """Gives requests the tokens and blocks of so many steps."""
@@ -101,9 +136,13 @@ class Leaps:
 
     def _tell(self, pace: Pace, moments: Sequence[float]) -> None:
         """Tells the pace of each step what the core would."""
-        for moment in moments:
+        known = len(moments) > self._depth and min(map(sub, moments[1:], moments)) > AT_ONCE
+        told = moments[: self._depth] if known else moments
+        for moment in told:
             pace.time(None)
             pace.began(StepLoad())
             pace.awaits()
             self._clock.reach(moment)
             pace.ended()
+        if len(told) < len(moments):
+            pace.decoded(moments[len(told) - 1 :])

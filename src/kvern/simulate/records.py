@@ -24,7 +24,7 @@ from kvern.loads.request import LoadRequest
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.simulate.costs import StepSample, StepWork
 from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts
-from kvern.simulate.executor import Observe, SimulatedExecutor, VirtualClock
+from kvern.simulate.executor import Observe, Price, SimulatedExecutor, VirtualClock
 from kvern.simulate.tier_answers import RepeatedTier
 from kvern.simulate.timeline import Timeline
 
@@ -214,7 +214,7 @@ class _RecordedClock(VirtualClock):
         self.reach(next(self._rests, self.now + seconds))
 
 
-class _NoPrice:
+class _NoPrice(Price):
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
         raise AssertionError("a replayed step has its time")
 

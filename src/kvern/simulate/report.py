@@ -7,7 +7,7 @@ import numpy as np
 
 from kvern.config import read_seconds
 from kvern.errors import ConfigError
-from kvern.simulate.timeline import Answer, Timeline, all_gaps, weighted_percentiles
+from kvern.simulate.timeline import PER_SECOND, Answer, Timeline, all_gaps, weighted_percentiles
 
 PERCENTS = 50, 90, 99
 LIMITS = "ttft", "itl", "e2e"
@@ -66,7 +66,8 @@ def figures(timelines: Sequence[Timeline], slo: Slo, cached: int, used: Iterable
     for name in ("ttft", "e2e"):
         values = [getattr(answer, name) for answer in answers]
         found |= _percentiles(name, [float(value) for value in np.percentile(values, PERCENTS)])
-    return found | _percentiles("itl", weighted_percentiles(all_gaps(timelines), PERCENTS))
+    gaps = weighted_percentiles(all_gaps(timelines), PERCENTS)
+    return found | _percentiles("itl", [gap / PER_SECOND for gap in gaps])
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -91,7 +91,7 @@ class SplitFleet(Fleet):
                 moment, _, name, member = heapq.heappop(self._computed)
                 self._hand_over(name, member, moment)
             else:
-                self._turn(until)
+                self._turn()
 
     def _told(self, member: Member, events: Sequence[TokenEvent]) -> None:
         for event in events:

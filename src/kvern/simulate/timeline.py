@@ -1,16 +1,16 @@
 """When the tokens of each request came, and the figures of that."""
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import sub
 
 import numpy as np
 
 from kvern.request.request import RequestSpec
 from kvern.request.step import ScheduledTokens
 
-DIGITS = 6
-"""Times between tokens are counted to a microsecond, so that those of millions of requests take little memory."""
+PER_SECOND = 1e6
+"""Times between tokens are counted in microseconds, so that those of millions of requests take little memory."""
 
 
 class Answer:
@@ -51,8 +51,8 @@ class Timeline:
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer] = {}
-        self.gaps: Counter[float] = Counter()
-        """The times between two tokens of a request, with how often each was seen."""
+        self.gaps: Counter[int] = Counter()
+        """The microseconds between two tokens of a request, with how often each was seen."""
         self.steps = 0
         self._begun: list[str] = []
         self._finished: list[str] = []
@@ -88,25 +88,25 @@ class Timeline:
             if answer.tokens == answer.wanted:
                 self._finished.append(name)
         for last, count in before.items():
-            self.gaps[round(moment - last, DIGITS)] += count
+            self.gaps[int((moment - last) * PER_SECOND + 0.5)] += count
         self.steps += 1
 
     def leapt(self, moments: Sequence[float], request_ids: Sequence[str]) -> None:
         """Takes note of steps that gave each of these requests a token, neither its first nor its last."""
-        answers = self.answers
+        answers, gaps = self.answers, self.gaps
         first, last = moments[0], moments[-1]
-        count = len(moments)
+        count, rows = len(moments), len(request_ids)
         for name in request_ids:
             answer = answers[name]
-            self.gaps[round(first - answer.last, DIGITS)] += 1
+            gaps[int((first - answer.last) * PER_SECOND + 0.5)] += 1
             answer.last = last
             answer.tokens += count
-        for before, after in itertools.pairwise(moments):
-            self.gaps[round(after - before, DIGITS)] += len(request_ids)
+        for gap in map(sub, moments[1:], moments):
+            gaps[int(gap * PER_SECOND + 0.5)] += rows
         self.steps += count
 
 
-def weighted_percentiles(values: Mapping[float, int], percents: Sequence[float]) -> list[float]:
+def weighted_percentiles(values: Mapping[int, int], percents: Sequence[float]) -> list[float]:
     """Returns percentiles of values that were seen several times each, interpolated as `percentile` does."""
     if not values:
         return [0.0] * len(percents)
@@ -121,9 +121,9 @@ def weighted_percentiles(values: Mapping[float, int], percents: Sequence[float])
     return found
 
 
-def all_gaps(timelines: Iterable[Timeline]) -> Counter[float]:
-    """Returns the times between tokens of several engines."""
-    found: Counter[float] = Counter()
+def all_gaps(timelines: Iterable[Timeline]) -> Counter[int]:
+    """Returns the microseconds between tokens of several engines."""
+    found: Counter[int] = Counter()
     for timeline in timelines:
         found.update(timeline.gaps)
     return found
