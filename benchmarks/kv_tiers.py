@@ -36,6 +36,7 @@ from kvern import SamplingParams
 from kvern.bench.record import keep
 from kvern.config import EngineConfig
 from kvern.engine.engine import Engine
+from kvern.io.interpreter import settle as settle_interpreter
 from kvern.request.outputs import RequestOutput
 from kvern.tiers.host import HostStore
 from kvern.tiers.store import STORES, Identity, read_bytes
@@ -104,14 +105,17 @@ STORES.register("slow")(slow_store)
 
 @contextmanager
 def engine_of(arguments: argparse.Namespace, tokens: int, tier: Sequence[str], **more: Any) -> Iterator[Engine]:
-    """An engine whose cache on the device holds so many tokens; it is gone afterwards."""
+    """An engine whose cache on the device holds so many tokens, in a process as a server's engine has; it is gone
+    afterwards."""
     options = {"model": arguments.model, "load_format": arguments.load_format, "kv_cache_tokens": tokens}
     engine = Engine(EngineConfig(**options | more | dict(arguments.set), kv_tier=tuple(tier)))
+    settle_interpreter()
     try:
         yield engine
     finally:
         engine.close()
         del engine
+        gc.unfreeze()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

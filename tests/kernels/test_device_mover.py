@@ -97,7 +97,8 @@ class Moved:
 
 @pytest.fixture(autouse=True)
 def _cuda(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_page_mover, "STAGE_BYTES", 40 << 10)  # some pages at once
+    for name in ("STAGE_BYTES", "STEPS_STAGE_BYTES"):
+        monkeypatch.setattr(device_page_mover, name, 40 << 10)  # some pages at once
     if device.type == "cpu":
         have_cuda_on_the_host(monkeypatch)
 

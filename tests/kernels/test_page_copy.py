@@ -69,11 +69,8 @@ def moved(
     word = rows[0].dtype.itemsize
     size = -(-len(tables[0]) * group.block_bytes // 16) * 16
     count = len(tables) * heads
-    table = PageTable(
-        torch.tensor([*range(heads)] * len(tables), dtype=torch.int32, device=device),
-        torch.tensor([table for table in tables for _ in range(heads)], dtype=torch.int32, device=device),
-        torch.tensor([place * size // word for place in range(count)], dtype=torch.int64, device=device),
-    )
+    rows_of_pages = [[place * heads * size // word, 0, *table] for place, table in enumerate(tables)]
+    table = PageTable(torch.tensor(rows_of_pages, dtype=torch.int64, device=device), heads, size // word)
     sums = torch.zeros(count, dtype=torch.int64, device=device)
     page_copy(memory, rows, table, sums, packs)
     return size, [total % (1 << 64) for total in sums.tolist()], word

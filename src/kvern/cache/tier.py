@@ -28,7 +28,7 @@ import msgspec
 
 from kvern.cache.allocation import Allocation
 from kvern.cache.extension import CacheExtension
-from kvern.cache.keys import block_keys
+from kvern.cache.keys import block_keys, edges_of
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, TierIndex, TierMessage
 from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.cache.shared_prompt import SharedPrompt
@@ -391,14 +391,14 @@ class TierTraffic(CacheExtension):
             needed[self._window_member] = len(numbers) * self._windows.tables
             self._windows.touch(prompt.path[self._windows.first_seen(end * size) : end])
         taken = self._blocks.take(needed)
-        pieces = [tuple(prompt.contents[begin : begin + size]) for begin in range(known * size, end * size, size)]
+        edges = [*edges_of(prompt.contents[known * size : end * size], size)]
         windows = {}
         if self._windows is not None:
             columns = iter(taken[self._window_member])
             windows = dict(zip(numbers, zip(*[columns] * self._windows.tables, strict=True), strict=True))
         self._numbers += 1
         namespace = prompt.request.cache_namespace
-        load = PendingLoad(namespace, prompt.path, prompt.usable, pieces, pages, taken[0], step, [], windows)
+        load = PendingLoad(namespace, prompt.path, prompt.usable, edges, pages, taken[0], step, [], windows)
         load.add(prompt.request, size)
         if self._states is not None:
             load.state = self._states.reserve()
@@ -474,7 +474,7 @@ class TierTraffic(CacheExtension):
             place = len(load.path) - load.known
             parent = load.path[-1] if load.path else None
             step = load.step if parent is None else max(load.step, parent.step)  # nodes are not older than parents
-            node = self._tree.insert(load.namespace, parent, load.contents[place], load.blocks[place], step)
+            node = self._tree.insert_edge(load.namespace, parent, load.edges[place], load.blocks[place], step)
             self._tree.acquire([node])
             load.path.append(node)
         for index in page.windows:

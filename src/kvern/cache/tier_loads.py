@@ -34,7 +34,7 @@ class PendingLoad:
     namespace: bytes
     path: list[Node]
     usable: int
-    contents: list[tuple[int, ...]]
+    edges: list[bytes]
     pages: list[LoadedPage]
     blocks: list[int]
     step: int

@@ -12,7 +12,8 @@ def upload(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: 
         return torch.tensor(values, dtype=dtype)
     if device.type == "meta":
         return torch.empty(len(values), dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    pinned = torch.empty(len(values), dtype=dtype, pin_memory=True)  # PyTorch takes longer to make it of values
+    return pinned.copy_(torch.tensor(values, dtype=dtype)).to(device, non_blocking=True)
 
 
 def fetch(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,40 +42,43 @@ class Rows(NamedTuple):
 
 
 class PageTable(NamedTuple):
-    """Pages: `heads` int32 [P]; `blocks` int32 [P, B], where those below 0 are left out (packed as zeros); `starts`
-    int64 [P], in words, are the pages' places in `memory`."""
+    """Pieces of `heads` heads each: `rows` int64 [P, 2 + B] have the place of a piece in `memory`, in words, its first
+    head, and its blocks, where those below 0 are left out (packed as zeros). A head begins `stride` words behind the
+    head before it."""
 
-    heads: torch.Tensor
-    blocks: torch.Tensor
-    starts: torch.Tensor
+    rows: torch.Tensor
+    heads: int
+    stride: int
 
 
 @Launcher
-@triton.jit(do_not_specialize_on_alignment=["heads", "blocks", "starts", "sums"])
+@triton.jit(do_not_specialize_on_alignment=["table", "sums"])
 def _page_copy_kernel(
     memory: tl.tensor,
     segments: tl.tensor,
-    heads: tl.tensor,
-    blocks: tl.tensor,
-    starts: tl.tensor,
+    table: tl.tensor,
     sums: tl.tensor,
     page_blocks: tl.int32,
+    heads: tl.int32,
+    stride: tl.int32,
     row: tl.constexpr,
     tokens: tl.constexpr,
     packs: tl.constexpr,
     COUNT: tl.constexpr,
 ):
     page = tl.program_id(0)
+    entry = table + page // heads * (2 + page_blocks)
+    head = (page % heads).to(tl.int64)
     segment = segments + tl.program_id(1) * 5
     word = tl.program_id(2).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = word < page_blocks * tokens * row
     token = word // row
-    block = tl.load(blocks + page * page_blocks + token // tokens, mask=inside, other=-1).to(tl.int64)
+    block = tl.load(entry + 2 + token // tokens, mask=inside, other=-1)
     cache = tl.load(segment).to(tl.pointer_type(memory.dtype.element_ty))
     cache += block * tl.load(segment + 1) + token % tokens * tl.load(segment + 2) + word % row
-    cache += tl.load(heads + page) * tl.load(segment + 3)
+    cache += (tl.load(entry + 1) + head) * tl.load(segment + 3)
     index = tl.load(segment + 4) + word
-    places = memory + tl.load(starts + page) + index
+    places = memory + tl.load(entry) + head * stride + index
     if packs:
         found = tl.load(cache, mask=inside & (block >= 0), other=0)
         tl.store(places, found, mask=inside)
@@ -90,22 +93,23 @@ def _page_copy_kernel(
     tl.atomic_add(sums + page, total)
 
 
-def page_copy(memory: torch.Tensor, rows: Sequence[Rows], pages: PageTable, sums: torch.Tensor, packs: bool) -> None:
-    """Copies pages from the cache to `memory`, uint8, if it packs, and back otherwise; adds to `sums` int64 [P].
+def page_copy(memory: torch.Tensor, rows: Sequence[Rows], table: PageTable, sums: torch.Tensor, packs: bool) -> None:
+    """Copies pieces from the cache to `memory`, uint8, if it packs, and back otherwise.
 
-    One page is [layer, stored, token, word] in order, of all `rows`. Moves each byte once.
+    A head is [layer, stored, token, word] in order, of all `rows`; its sum is added to `sums` int64 [P * heads]. Moves
+    each byte once.
     """
-    count, page_blocks = pages.blocks.shape
+    count, width = table.rows.shape
     for of_width in rows:
-        chunks = cdiv(page_blocks * of_width.tokens * of_width.words, WORDS)
-        _page_copy_kernel[(count, len(of_width.segments), chunks)](
+        chunks = cdiv((width - 2) * of_width.tokens * of_width.words, WORDS)
+        _page_copy_kernel[(count * table.heads, len(of_width.segments), chunks)](
             memory.view(of_width.dtype),
             of_width.segments,
-            pages.heads,
-            pages.blocks,
-            pages.starts,
+            table.rows,
             sums,
-            page_blocks,
+            width - 2,
+            table.heads,
+            table.stride,
             of_width.words,
             of_width.tokens,
             packs,

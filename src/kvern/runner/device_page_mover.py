@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, groupby
-from typing import Any
+from itertools import accumulate, groupby, islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from kvern.device.copies import copy_all
 from kvern.device.pinned import Pinnable, Pins
 from kvern.device.transfer import fetch, upload
 from kvern.kernels.page_copy import PageTable, Rows, page_copy
-from kvern.runner.memory import STAGE_BYTES, STAGES
+from kvern.runner.memory import STAGE_BYTES, STAGES, STEPS_STAGE_BYTES
 from kvern.runner.page_groups import HeadGroup
 from kvern.tiers.page_memory import Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES
@@ -55,6 +55,11 @@ class _Kind:
     @cached_property
     def heads(self) -> int:
         return len(self.group.kinds)
+
+    @cached_property
+    def word(self) -> int:
+        """The bytes of a word of the kernel."""
+        return self.rows[0].dtype.itemsize
 
     @cached_property
     def size(self) -> int:
@@ -155,20 +160,18 @@ class _Copies:
         return float(self._events[0].elapsed_time(self._events[1])) / 1000
 
 
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """The tables of some heads' pages on the device; `offsets` are the places of their blocks."""
+class _Heads(NamedTuple):
+    """Some heads of a piece, the byte of the device's memory where their payloads begin, and the piece's blocks."""
 
-    heads: torch.Tensor
-    blocks: torch.Tensor
-    offsets: Sequence[int]
-    starts: torch.Tensor
+    kind: _Kind
+    heads: range
+    start: int
+    blocks: Sequence[int]
 
-    def of(self, first: int, count: int, kind: _Kind) -> PageTable:
-        """The tables of some of them, of one kind."""
-        last = first + count
-        blocks = self.blocks[self.offsets[first] : self.offsets[last]].view(count, kind.page_blocks)
-        return PageTable(self.heads[first:last], blocks, self.starts[first:last])
+
+def _form(piece: _Heads | _Target) -> tuple[int, int]:
+    """What pieces have in common that one launch copies: the number of their kind, and of their heads."""
+    return piece.kind.number, len(piece.heads)
 
 
 class Ring:
@@ -228,12 +231,12 @@ class DeviceMover:
         self._ring = Ring(size)
         self._memory = torch.empty(_aligned(size, 16), dtype=torch.uint8, device=self._device)
         self._out: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stage = max(STAGE_BYTES, *(kind.heads * kind.padded for kind in kinds))
+        largest = max(kind.heads * kind.padded for kind in kinds)
         self._stages: list[_Stage] = []
         """Each is used by one thread at a time; the last one is reserved for the thread that runs the steps."""
-        for _ in range(STAGES):
+        for stage in (*[STAGE_BYTES] * STAGES, STEPS_STAGE_BYTES):
             stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            memory = torch.empty(stage, dtype=torch.uint8, device=self._device)
+            memory = torch.empty(max(stage, largest), dtype=torch.uint8, device=self._device)
             self._stages.append(_Stage(memory, stream, threading.Lock()))
         self._turns = 0
         self._thread = threading.get_ident()
@@ -245,7 +248,7 @@ class DeviceMover:
         """Launch each kernel, so that no request waits for a compiler."""
         for kind in kinds:
             sums = torch.zeros(1, dtype=torch.int64, device=self._device)
-            table = self._table([0], [[0] * kind.page_blocks], [0], [kind]).of(0, 1, kind)
+            table = self._tables([_Heads(kind, range(1), 0, [0] * kind.page_blocks)])[0]
             for packs in (True, False):
                 page_copy(self._memory, kind.rows, table, sums, packs)
 
@@ -270,10 +273,9 @@ class DeviceMover:
     def _packed(self, kind: _Kind, tables: Sequence[Sequence[int]], start: int) -> Sequence[_Packed]:
         """Pack pieces to a region of the ring."""
         count = len(tables) * kind.heads
-        starts = range(start, start + count * kind.padded, kind.padded)
         sums = torch.zeros(count, dtype=torch.int64, device=self._device)
-        blocks = [table for table in tables for _ in range(kind.heads)]
-        table = self._table([*range(kind.heads)] * len(tables), blocks, starts, [kind] * count).of(0, count, kind)
+        heads, size = range(kind.heads), kind.heads * kind.padded
+        [table] = self._tables([_Heads(kind, heads, start + at * size, blocks) for at, blocks in enumerate(tables)])
         page_copy(self._memory, kind.rows, table, sums, True)
         region = _Region(start, kind, self._event(), sums, len(tables))
         return [_Packed(region, number) for number in range(len(tables))]
@@ -330,7 +332,7 @@ class DeviceMover:
         """See `PageMemory`."""
         self._turns += 1
         is_steps = threading.get_ident() == self._thread
-        stage = self._stages[-1 if is_steps else self._turns % (STAGES - 1)]
+        stage = self._stages[-1 if is_steps else self._turns % STAGES]
         with stage.lock, torch.cuda.device(self._device), torch.cuda.stream(stage.stream):
             for event in dict.fromkeys(piece.at.began for piece in pieces):
                 stage.stream.wait_event(event)
@@ -351,49 +353,58 @@ class DeviceMover:
         Returns the sums of all heads, int64, and which of them are each piece's.
         """
         batches: list[list[int]] = []
-        heads: list[int] = []
-        blocks: list[Sequence[int]] = []
-        starts: list[int] = []
-        kinds: list[_Kind] = []
+        found: list[_Heads] = []
         numbers = [range(0)] * len(targets)
-        end = len(stage.memory) + 1
-        for place in sorted(range(len(targets)), key=lambda place: targets[place].kind.number):
+        end, before = len(stage.memory) + 1, 0
+        for place in sorted(range(len(targets)), key=lambda place: _form(targets[place])):
             target = targets[place]
             count, size = len(target.heads), len(target.heads) * target.kind.padded
             if end + size > len(stage.memory):
                 batches.append([])
                 end = 0
             batches[-1].append(place)
-            numbers[place] = range(len(heads), len(heads) + count)
-            heads += target.heads
-            blocks += [target.blocks] * count
-            starts += range(end, end + size, target.kind.padded)
-            kinds += [target.kind] * count
+            numbers[place] = range(before, before + count)
+            found.append(_Heads(target.kind, target.heads, end, target.blocks))
             end += size
-        table = self._table(heads, blocks, starts, kinds)
-        sums = torch.zeros(len(heads), dtype=torch.int64, device=self._device)
+            before += count
+        sums = torch.zeros(before, dtype=torch.int64, device=self._device)
         memory = stage.memory.data_ptr()
+        pieces = iter(found)
+        tables = iter(self._tables(found, map(len, batches)))
         for batch in batches:
-            pages = [(places[place], memory + starts[numbers[place].start]) for place in batch]
-            copy_payloads(pages, stage.stream, to_host=False)
-            for kind, of_kind in groupby(batch, lambda place: targets[place].kind):
-                run = [numbers[place] for place in of_kind]
-                first, count = run[0].start, run[-1].stop - run[0].start
-                page_copy(stage.memory, kind.rows, table.of(first, count, kind), sums[first:], packs=False)
+            copy_payloads(
+                [(places[place], memory + next(pieces).start) for place in batch], stage.stream, to_host=False
+            )
+            for _, run in groupby(batch, lambda place: _form(targets[place])):
+                first = next(run)
+                kind = targets[first].kind
+                page_copy(stage.memory, kind.rows, next(tables), sums[numbers[first].start :], packs=False)
         self._written[stage] = self._event()
         return sums, numbers
 
-    def _table(
-        self, heads: list[int], blocks: Sequence[Sequence[int]], starts: Sequence[int], kinds: Sequence[_Kind]
-    ) -> "_Table":
-        """Uploads what the kernels need of the pages of heads, of which each has its kind."""
-        words = [start // kind.rows[0].dtype.itemsize for start, kind in zip(starts, kinds, strict=True)]
-        return _Table(
-            upload(heads, torch.int32, self._device),
-            upload([*chain.from_iterable(blocks)], torch.int32, self._device),
-            [0, *accumulate(map(len, blocks))],
-            upload(words, torch.int64, self._device),
-        )
+    def _tables(self, pieces: Sequence[_Heads], counts: Iterable[int] | None = None) -> Sequence[PageTable]:
+        """Uploads what the kernel needs of pieces, of which so many belong to each batch: a table for each form of one.
+
+        Those of a form follow each other.
+        """
+        words: list[int] = []
+        runs: list[tuple[_Heads, int, int]] = []
+        left = iter(pieces)
+        for count in (len(pieces),) if counts is None else counts:
+            for _, run in groupby(islice(left, count), _form):
+                begin, of_run = len(words), [*run]
+                for piece in of_run:
+                    words += (piece.start // piece.kind.word, piece.heads.start, *piece.blocks)
+                runs.append((of_run[0], begin, len(of_run)))
+        sent = upload(words, torch.int64, self._device)
+        return [
+            PageTable(
+                sent[begin : begin + count * (2 + first.kind.page_blocks)].view(count, -1),
+                len(first.heads),
+                first.kind.padded // first.kind.word,
+            )
+            for first, begin, count in runs
+        ]
 
     def _event(self, timed: bool = False) -> torch.cuda.Event:
         """An event behind what the current stream has been given."""

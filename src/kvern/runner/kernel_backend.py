@@ -54,6 +54,7 @@ from kvern.runner.memory import (
     GRAPH_BYTES,
     STAGE_BYTES,
     STAGES,
+    STEPS_STAGE_BYTES,
     DeviceMemory,
     bytes_noted,
     bytes_of_draft,
@@ -292,7 +293,8 @@ class KernelBackend:
             if self._config.has_drafts and loaded.ranks.stage.count > 1:  # of all steps on their way
                 graphs += MOST_ROWS * bytes_noted(self._spec, self._dtype)
             if self._config.kv_tier:
-                graphs += bytes_of_packed(self._plan, token_bytes, state_bytes) + STAGES * STAGE_BYTES
+                graphs += bytes_of_packed(self._plan, token_bytes, state_bytes)
+                graphs += STAGES * STAGE_BYTES + STEPS_STAGE_BYTES
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)

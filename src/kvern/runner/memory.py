@@ -35,8 +35,10 @@ GRAPH_BYTES = 1 << 20
 """The bytes that a driver takes for a captured graph, beside the activations that all graphs share."""
 RING_BYTES = 2 << 30
 """The most memory in which pages for a tier are packed, on a GPU: what two steps compute of an 8B model."""
-STAGE_BYTES, STAGES = 32 << 20, 3
-"""Memory of a GPU to which pages from a tier are copied before they are unpacked, or one page if that is larger."""
+STAGE_BYTES, STAGES = 32 << 20, 2
+"""Memory of a GPU to which threads of stores copy pages before these are unpacked, or one page if that is larger."""
+STEPS_STAGE_BYTES = 128 << 20
+"""The same for the thread that runs the steps: each fill costs it a launch and a call of the driver."""
 CONTEXT_BYTES = 600 << 20
 """The bytes that a process takes of a card beside PyTorch: the CUDA context, kernels, workspaces of libraries."""
 
