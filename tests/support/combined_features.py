@@ -228,9 +228,8 @@ def is_record(text: str) -> bool:
 
 
 class ToolCalls(Feature):
-    """Calls are read out of the answers, and their arguments validate: one call in each where a call is demanded;
-    beside a schema for the answer (then a call cannot be demanded), a record, a call, or either as the model likes, by
-    a bias on the token that begins a call."""
+    """Calls are read from the answers, and their arguments validate: one call in each where a call is required, and
+    with a schema for the answer a record or a call."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         choice = "required" if ask.params.structured is None else "auto"
@@ -257,8 +256,8 @@ class ToolCalls(Feature):
 
 
 class Beams(Feature):
-    """The answers are distinct, the best first, and their scores are the log-probabilities that the model gives them
-    (under a grammar, and with DRY: at least these, because what is banned has none)."""
+    """The answers are distinct, the best first, and their scores are the model's log-probabilities (with a grammar or
+    DRY, which ban tokens: at least these)."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         return ask.sampling(beam_width=BEAMS, n=BEAMS, temperature=None, seed=None)
@@ -280,7 +279,7 @@ class Beams(Feature):
 
 
 class Several(Feature):
-    """There are `n` answers: the seed of each follows from the request's and its place; of beams, the `n` best."""
+    """There are `n` answers: the seed of each follows from the request's and its number; of beams, the `n` best."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         return ask.sampling(n=ANSWERS)
@@ -302,8 +301,8 @@ class Several(Feature):
 
 
 class Logprobs(Feature):
-    """Every token has its entry among the most probable ones, with the value that the model itself gives it, and asking
-    changes no token."""
+    """Every token has its entry among the most probable ones, with the model's own value, and asking changes no
+    token."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         return ask.sampling(logprobs=2)
@@ -325,8 +324,8 @@ class Logprobs(Feature):
 
 
 class Adapters(Feature):
-    """Each request is answered by the model with its own adapter; the model without it finds the answer less or more
-    probable. The batch holds two adapters and requests without one."""
+    """Each request is answered by the model with its own adapter. The batch has two adapters and requests without
+    one."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         return replace(ask, adapter=list(ADAPTERS)[number % len(ADAPTERS)])
@@ -340,8 +339,8 @@ class Adapters(Feature):
 
 
 class Repetitions(Feature):
-    """With DRY, no two tokens that stood together do so again, in prompt and answer, but where a grammar demands it;
-    without it some do. XTC, top-n-sigma and a dynamic temperature are asked for beside it, but not of beams."""
+    """No two neighbouring tokens repeat, in prompt and answer, except where a grammar requires it. XTC, top-n-sigma and
+    a dynamic temperature are in the same requests, except with beams."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         ask = ask.sampling(dry_multiplier=1e6, dry_allowed_length=1, dry_sequence_breakers=[])
@@ -368,8 +367,7 @@ def repeated_pairs(result: Result, answer: CompletionOutput) -> int:
 
 
 class Images(Feature):
-    """Each request reads its own image: with another one of the same size, tokens of its answer are less or more
-    probable. The batch holds several images, one of them twice, and requests without any."""
+    """Each request reads its own image. The batch has several images, one of them twice, and requests without any."""
 
     def ask(self, ask: Ask, number: int) -> Ask:
         return replace(ask, image=file_of(60 + 15 * (number % 2), 90, number % 2))
@@ -393,8 +391,7 @@ def file_of(width: int, height: int, seed: int) -> bytes:
 
 
 class PrefixCache(Feature):
-    """The second time, prompts come out of the cache, and the answers are those of an engine without one. Where there
-    is too little room to keep a batch, that is so of a request which comes twice in a row."""
+    """The second time, prompts come from the cache, and the answers are those of an engine without one."""
 
     def options(self) -> dict[str, Any]:
         return {"prefix_cache": True}
@@ -410,14 +407,14 @@ class PrefixCache(Feature):
 
 
 class Preemption(Feature):
-    """Requests lose their blocks to others and go on later, and the answers are those of an engine with room."""
+    """Requests lose their blocks to others and continue later, with the answers of an engine with enough blocks."""
 
     def check(self, results: Sequence[Result], run: Run) -> None:
         assert any(result.output.request_id in run.preempted for result in results)
 
 
 class Streaming(Feature):
-    """The streams of a batch, side by side, grow to the answers that come at once; those of beams come whole."""
+    """The streams of a batch end with the answers that come at once; those of beams come complete."""
 
     def check(self, results: Sequence[Result], run: Run) -> None:
         for result in results:
@@ -430,7 +427,7 @@ class Streaming(Feature):
 
 
 class Speculation(Feature):
-    """Drafts are verified, some of which are right and some wrong; beams get none."""
+    """Drafts are verified, some accepted and some rejected; beams get none."""
 
     def check(self, results: Sequence[Result], run: Run) -> None:
         drafts, right = run.drafts

@@ -15,27 +15,25 @@ UNSURE = {"skip", "skipif", "xfail"}
 
 HEAD = """# Features together
 
-A request may ask for any of these features at once, and any mixture of requests shares one batch: {names}.
-Tests combine every two of them; this page is made from the marks of these tests (`python -m
-tests.support.feature_matrix > docs/features.md`), and a test fails if it is not current or if a pair has no test. What
-works with which model type is in [models](models.md#what-works-with-which-type).
+A request may have any of these features at once, and any mixture of requests shares one batch: {names}.
+Tests combine every two of them. This page is made from the marks of these tests (`python -m
+tests.support.feature_matrix > docs/features.md`). [Models](models.md#what-works-with-which-type) says what works with
+which model type.
 """
 PROMISES = """
 ## What the tests check
 
-Every request, in a batch with others, gets the answers that it gets alone, from an engine with room and without a
-prefix cache. Models with states, with attention sinks and windows, and with latent attention are tested in the same
-way. On top of that:
+In a batch with others every request gets the answers that it gets alone, also with models with states, attention
+sinks, windows and latent attention. In addition:
 
 """
 SEVERAL = """
 ## Several ranks
 
-Each of these features, and each below, is tried with each division of a model, in two or four processes on CPUs, and
-gets the answers of one process: {divisions}. `tp` is `-tp`, `pp` is `-pp`, `dp` is `-dp`, `ep` is `-tp` with
+Each of these features, and each below, is tried with each division of a model, in two or four processes on CPUs, with
+the answers of one process: {divisions}. `tp`, `pp` and `dp` are the options of these names, `ep` is `-tp` with
 `--enable-expert-parallel`, `DP attention` is that with `--enable-dp-attention`, `prefill + decode` is
-`--prefill-engines 1 --decode-engines 1`. What each refuses is in [several
-GPUs](parallel.md#what-is-refused).
+`--prefill-engines 1 --decode-engines 1`. [Several GPUs](parallel.md#what-is-refused) says what each refuses.
 
 """
 
