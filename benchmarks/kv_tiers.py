@@ -105,11 +105,14 @@ STORES.register("slow")(slow_store)
 
 @contextmanager
 def engine_of(arguments: argparse.Namespace, tokens: int, tier: Sequence[str], **more: Any) -> Iterator[Engine]:
-    """An engine whose cache on the device holds so many tokens, in a process as a server's engine has; it is gone
-    afterwards."""
+    """An engine whose cache on the device holds so many tokens, in a process as a server's engine has, half a minute
+    after its start: the host's memory is pinned. It is gone afterwards."""
     options = {"model": arguments.model, "load_format": arguments.load_format, "kv_cache_tokens": tokens}
     engine = Engine(EngineConfig(**options | more | dict(arguments.set), kv_tier=tuple(tier)))
     settle_interpreter()
+    for thread in threading.enumerate():
+        if thread.name == "kvern-pin":
+            thread.join()
     try:
         yield engine
     finally:
