@@ -6,6 +6,8 @@
     tokens_per_second   of so many streams at once, over gRPC and over kvern's own socket, in turns
     first_token_ms      from a request to its first piece, one stream at a time
     cancel_ms           from the cancellation of a gRPC stream to the end of the request in kvern
+    responses           in which all texts of such a round came
+    cpu_seconds         of each process while such a round runs: does not change with what else the machine does
     growth              resident memory and open files of Triton's processes over so many short streams
 
 Clients are processes of their own: this file again, in Triton's Python (`--client`).
@@ -24,13 +26,15 @@ from pathlib import Path
 from typing import Any
 
 if "--client" not in sys.argv:  # Triton's Python has no kvern
-    from tests.support.served import children_of, serving
+    from tests.support.served import children_of, serving, worked
     from tests.support.triton_server import ENVIRONMENT, triton
 
     from kvern.bench.record import Case, figure, keep
 
 SIDES = ("direct", "triton")
 PROMPT = "Once upon a time there was a"
+PARTS = 10
+"""Moments at which memory is noted."""
 
 
 class Counting(asyncio.Protocol):
@@ -126,7 +130,7 @@ class Client:
 
         self._socket = options.socket
         self._triton = aio.InferenceServerClient(options.client)
-        self._left = 0
+        self._left = self._responses = 0
         self._first: list[float] = []
         self._waits: list[float] = []
 
@@ -134,11 +138,13 @@ class Client:
         """Does what a line asks, and answers with a line of figures."""
         for line in sys.stdin:
             what, side, streams, tokens, self._left = json.loads(line)
+            self._responses = 0
             self._first.clear()
             self._waits.clear()
             start = time.monotonic()
             await asyncio.gather(*(self._worker(what, side, tokens) for _ in range(streams)))
-            found = {"seconds": time.monotonic() - start, "first": self._first, "waits": self._waits}
+            seconds = time.monotonic() - start
+            found = {"seconds": seconds, "first": self._first, "waits": self._waits, "responses": self._responses}
             print(json.dumps(found), flush=True)
         await self._triton.close()
 
@@ -149,9 +155,10 @@ class Client:
             start = time.monotonic()
             first: list[float] = []
             if side == "direct":
-                await direct(self._socket, tokens, first)
+                count = await direct(self._socket, tokens, first)
             else:
-                await over_grpc(self._triton, inputs, first, what == "cancel")
+                count = await over_grpc(self._triton, inputs, first, what == "cancel")
+            self._responses += count
             self._first.append(first[0] - start)
             if what == "cancel":
                 start = time.monotonic()
@@ -173,11 +180,14 @@ def resident(pid: int) -> dict[str, int]:
 class Measurement:
     """Both servers, the client, and what was measured."""
 
-    def __init__(self, options: argparse.Namespace, client: "subprocess.Popen[str]") -> None:
+    def __init__(self, options: argparse.Namespace, client: "subprocess.Popen[str]", processes: dict[str, int]) -> None:
         self._options = options
         self._client = client
+        self._processes = processes
+        self.cpu: dict[str, dict[str, list[float]]] = {side: {name: [] for name in processes} for side in SIDES}
         self.rates: dict[str, list[float]] = {side: [] for side in SIDES}
         self.firsts: dict[str, list[float]] = {side: [] for side in SIDES}
+        self.responses: dict[str, list[float]] = {side: [] for side in SIDES}
         self.findings: dict[str, Any] = {}
 
     def _ask(self, what: str, side: str, streams: int, tokens: int, total: int) -> dict[str, Any]:
@@ -191,23 +201,30 @@ class Measurement:
         options = self._options
         for number in range(options.rounds + 1):
             for side in SIDES if number % 2 else SIDES[::-1]:
+                before = {name: worked(pid) for name, pid in self._processes.items()}
                 found = self._ask("rate", side, options.streams, options.tokens, options.streams)
+                spent = {name: worked(pid) - before[name] for name, pid in self._processes.items()}
                 alone = self._ask("first", side, 1, 2, 20)
                 if number:  # the first round warms up
                     self.rates[side].append(options.streams * options.tokens / found["seconds"])
                     self.firsts[side].append(1e3 * statistics.median(alone["first"]))
-                    print(number, side, self.rates[side][-1], self.firsts[side][-1], flush=True)
+                    self.responses[side].append(found["responses"])
+                    for name, seconds in spent.items():
+                        self.cpu[side][name].append(seconds)
+                    print(number, side, self.rates[side][-1], self.firsts[side][-1], spent, flush=True)
         waits = [1e3 * wait for wait in self._ask("cancel", "triton", 1, 400, options.cancelled)["waits"]]
         self.findings["cancel_ms"] = {"median": statistics.median(waits), "most": max(waits)}
 
-    def growth(self, processes: dict[str, int]) -> None:
-        """Notes what processes hold before many streams, after half of them, and after all."""
+    def growth(self) -> None:
+        """Notes what processes hold after a thousand streams, and after each tenth of many more."""
+        processes = {name: self._processes[name] for name in ("triton", "model")}
         self._ask("growth", "triton", 64, 4, 1000)
         found = {"0": {name: resident(pid) for name, pid in processes.items()}}
-        for part in (1, 2):
-            seconds = self._ask("growth", "triton", 64, 4, self._options.growth // 2)["seconds"]
-            found[f"{part * self._options.growth // 2}"] = {name: resident(pid) for name, pid in processes.items()}
-            print(f"{self._options.growth // 2} streams in {seconds:.1f} s: {found}", flush=True)
+        part = self._options.growth // PARTS
+        for number in range(1, PARTS + 1):
+            self._ask("growth", "triton", 64, 4, part)
+            found[f"{number * part}"] = {name: resident(pid) for name, pid in processes.items()}
+            print(f"after {number * part} streams: {found[f'{number * part}']}", flush=True)
         self.findings["growth"] = found
 
 
@@ -218,23 +235,29 @@ def measure(options: argparse.Namespace) -> None:
         folder = Path(name)
         written = [sys.executable, "-m", "kvern", "triton", options.model, "--out", str(folder / "models")]
         subprocess.run([*written, "--name", "m", "--socket", str(folder / "socket")], check=True)
-        with serving(*serve, "--uds", str(folder / "socket")), triton(folder / "models", folder) as server:
+        with (
+            serving(*serve, "--uds", str(folder / "socket")) as kvern,
+            triton(folder / "models", folder) as server,
+        ):
             server.wait()
             server.load("m")
             command = [str(ENVIRONMENT / "bin/python"), __file__, "--client", f"127.0.0.1:{server.grpc}"]
             command += ["--socket", str(folder / "socket")]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-                found = Measurement(options, client)
+                (stub,) = children_of(server.process.pid)
+                processes = {"engine": kvern.engine_pid(), "server": kvern.process.pid, "model": stub}
+                found = Measurement(options, client, processes | {"triton": server.process.pid, "client": client.pid})
                 found.speed()
                 if options.growth:
-                    (stub,) = children_of(server.process.pid)
-                    found.growth({"triton": server.process.pid, "model": stub})
+                    found.growth()
     cases = [
         Case(
             side,
             {
                 "tokens_per_second": figure(found.rates[side], "tokens/s", "higher"),
                 "first_token_ms": figure(found.firsts[side], "ms"),
+                "responses": figure(found.responses[side], "responses"),
+                **{f"cpu_seconds_{name}": figure(runs, "s") for name, runs in found.cpu[side].items()},
             },
         )
         for side in SIDES

@@ -76,7 +76,8 @@ def main(address: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         if "cancel" in asked:
-            clients.pop(asked["id"]).stop_stream(cancel_requests=asked["cancel"])
+            if (client := clients.pop(asked["id"], None)) is not None:
+                client.stop_stream(cancel_requests=asked["cancel"])
         elif "config" in asked:
             write({"id": asked["id"], "config": whole.get_model_config(asked["config"], as_json=True)["config"]})
         else:

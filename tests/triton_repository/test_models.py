@@ -114,7 +114,7 @@ def kvern(folder: Path, answers: Mapping[str, Iterator[bytes]]) -> Iterator[str]
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             route = self.rfile.readline().split()[1].decode()
-            answer = OK if route == "/ping" else next(answers.get(route, iter(())), None)
+            answer = next(answers.get(route, iter((OK,) if route == "/ping" else ())), None)
             if answer is None:
                 self.rfile.read()
             else:
@@ -149,6 +149,36 @@ def test_a_request_without_news_is_cancelled(modules: dict[str, Any], tmp_path: 
     with kvern(tmp_path, cut({})) as path, loaded(modules["model"], path) as model:
         model.execute([asked])
         assert asked.sender.sent.get(timeout=PATIENCE).error.code == "CANCELLED"
+
+
+def test_each_request_is_asked_about_in_its_turn(modules: dict[str, Any], tmp_path: Path) -> None:
+    """However many have ended meanwhile, and also if there are more than can be asked about in a second."""
+    module = modules["model"]
+    asked: list[int] = []
+
+    def request(number: int, ended: bool = False) -> Any:
+        found = module.Request(None, Asked({}))
+        found.ended = ended
+        found.sender = SimpleNamespace(is_cancelled=lambda: asked.append(number))
+        return found
+
+    with kvern(tmp_path, cut({})) as path, loaded(module, path) as model:
+        model._asking = [request(0, ended=True) for _ in range(1000)]
+        model._requests = {request(number): None for number in (1, 2)}
+        model._look_for_cancelled(1.01 * module.CANCEL_SECONDS)
+        assert sorted(asked) == [1, 2]
+        model._requests = {request(number): None for number in range(10_000)}
+        asked.clear()
+        model._look_for_cancelled(0.1)
+        assert len(set(asked)) == len(asked) == module.MOST_QUESTIONS // 10
+        model._requests = {}
+
+
+def test_a_model_is_ready_while_kvern_takes_requests(modules: dict[str, Any], tmp_path: Path) -> None:
+    pings = [OK, OK, b"HTTP/1.0 503 Service Unavailable\r\n\r\n", b"", OK]
+    with kvern(tmp_path, cut({"/ping": iter(pings)})) as path, loaded(modules["model"], path) as model:
+        assert [model.is_ready() for _ in pings[1:]] == [True, False, False, True]
+    assert not model.is_ready()
 
 
 def test_metrics_and_questions_that_fail_end_nothing(

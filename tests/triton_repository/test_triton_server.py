@@ -170,11 +170,15 @@ def test_wrong_requests_are_refused(server: TritonServer, inputs: dict[str, Any]
 
 def test_a_cancelled_stream_frees_its_blocks(server: TritonServer, kvern: Started, http: httpx.Client) -> None:
     with kvern.held():
-        answers = [server.ask(MODEL, text_input="Once", stream=stream, sampling=STORY) for stream in (True, False)]
+        inputs = {"text_input": "Once", "sampling": STORY}
+        answers = [server.ask(MODEL, with_status=True, stream=stream, **inputs) for stream in (True, False)]
         eventually(lambda: running(http) == 2)
         for answer in answers:
             answer.cancel()
         eventually(lambda: running(http) == 0)
+        for answer in answers:
+            with pytest.raises(RuntimeError, match=r"StatusCode\.CANCELLED"):
+                answer.text()
     eventually(lambda: figures(http.get("/metrics").text)['kvern:num_requests_running{model_name="kvern-1m"}'] == 0)
 
 
@@ -199,7 +203,8 @@ def test_an_engine_that_is_killed_changes_no_text(server: TritonServer, kvern: S
         answer = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)
         eventually(lambda: running(http) == 1)
         kvern.kill_engine()
-    assert answer.text() == expected
+        other = server.ask(MODEL, text_input="Once", stream=True, sampling=STORY)  # there is no engine now
+    assert answer.text() == other.text() == expected
 
 
 def figures(text: str) -> dict[str, float]:

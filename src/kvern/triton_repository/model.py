@@ -1,9 +1,9 @@
 """A model of Triton Inference Server (Python backend) whose requests `kvern serve` answers over its Unix socket.
 
     Triton --execute--> Request, one for each --loop's thread--> kvern serve
-    Triton <--responses--- sender's thread <---its news--- loop's thread
+    Triton <--responses--- loop's thread <--pieces of answers--- kvern serve
 
-The sender's thread alone makes the calls that cross to Triton's process (responses, cancellation, metrics): made from
+The loop's thread alone makes the calls that cross to Triton's process (responses, cancellation, metrics): made from
 several threads, they end the process. `kvern triton` writes this file, which needs Python and numpy.
 """
 
@@ -14,7 +14,6 @@ import ctypes
 import json
 import logging
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -58,15 +57,16 @@ UNAVAILABLE = "UNAVAILABLE"
 CANCELLED = "CANCELLED"
 INTERNAL = "INTERNAL"
 TICK = 0.025
-"""Seconds between responses of one stream when there are too many of them."""
+LONGEST_TICK = 0.1
+"""Seconds between responses of one stream when there are too many of them, with few and with many streams."""
 MOST_RESPONSES = 1500
-"""Pieces of answers per second, of all streams, up to which each becomes a response at once."""
+"""Responses per second, of all streams: up to as many pieces of answers become one at once."""
 SMOOTHING = 0.2
 """The part of a tick in the mean of its pieces per second."""
-CANCEL_SECONDS = 0.05
+CANCEL_SECONDS = 0.06
 """Seconds between questions whether a request was cancelled."""
-MOST_QUESTIONS = 100
-"""Questions about cancellation in a tick."""
+MOST_QUESTIONS = 2000
+"""Such questions per second, of all requests."""
 METRIC_SECONDS = 2.0
 MOST_UPDATES = 50
 """Metrics that are set in a tick."""
@@ -97,7 +97,7 @@ def logged(what: str) -> Iterator[None]:
 class Request(asyncio.Protocol):
     """A request of Triton, its connection to kvern, and what has come and is not sent on.
 
-    The protocol's methods run in the loop's thread, `send` in the sender's.
+    All but `read` runs in the loop's thread.
     """
 
     def __init__(self, model: "TritonPythonModel", asked: Any) -> None:
@@ -105,10 +105,11 @@ class Request(asyncio.Protocol):
         self._asked = asked
         self.sender = asked.get_response_sender()
         self.begun = self.told = self.ended = self.streams = False
+        """Flags: a response was sent, one is due, no more will come, each piece is to be one."""
         self.count = 1
         self._prefix = ""
         self._wanted: set[str] = set()
-        self._news: collections.deque[dict[str, Any]] = collections.deque()
+        self._news: list[dict[str, Any]] = []
         self._error: tuple[str, str] | None = None
         self.logprobs: collections.defaultdict[int, float] = collections.defaultdict(float)
         self._prompt_tokens = 0
@@ -125,7 +126,8 @@ class Request(asyncio.Protocol):
             path, body = self.question()
             self._question = http_request(path, json.dumps(body).encode())
         except Exception as error:  # what one client sends must not end others
-            self.fail(INVALID_ARG, str(error) if isinstance(error, Refused) else repr(error))
+            self._error = INVALID_ARG, str(error) if isinstance(error, Refused) else repr(error)
+            self.ended = True
         self._asked = None  # it holds the inputs in memory that Triton shares
 
     def values(self, name: str) -> list[Any]:
@@ -211,9 +213,8 @@ class Request(asyncio.Protocol):
             kind = content["error"]["type"]
             self.fail(code_of(400 if kind == "invalid_request_error" else 503), content["error"]["message"])
             return
-        self._model.arrived += 1
         self._news.append(content)
-        self.tell()
+        self._model.tell(self, 1)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Reads an answer that is no stream; one that is cut off becomes an error."""
@@ -247,22 +248,13 @@ class Request(asyncio.Protocol):
     def end(self) -> None:
         """No more will come."""
         self.ended = True
-        self.tell()
-
-    def tell(self) -> None:
-        """Lets the sender know of news, once until it has taken them."""
-        if not self.told:
-            self.told = True
-            self._model.told.put(self)
+        self._model.tell(self, 0)
 
     def send(self) -> bool:
         """Sends what has come as one response. Returns whether it is the last one."""
-        self.told = False  # before the news are taken: what comes now is told again
+        self.told = False
         ended = self.ended
-        news = []
-        with contextlib.suppress(IndexError):
-            while True:
-                news.append(self._news.popleft())
+        news, self._news = self._news, []
         error = self._error if ended else None
         if news:
             self.begun = True
@@ -293,9 +285,10 @@ class Request(asyncio.Protocol):
                 reasons[index] = str(choice["finish_reason"] or reasons[index])
                 tokens[index] += len(choice.get("token_ids") or ())
                 self.logprobs[index] += sum(logprobs_of(choice.get("logprobs") or {}))
-                parts.append(json.dumps(message).encode())
+                if "message" in self._wanted:
+                    parts.append(json.dumps(message).encode())
         yield "text_output", "STRING", [text.encode() for text in texts]
-        found: dict[str, Any] = {
+        found = {
             "finish_reason": [reason.encode() for reason in reasons],
             "cumulative_logprob": [self.logprobs[index] for index in range(self.count)],
             "num_input_tokens": [self._prompt_tokens],
@@ -397,9 +390,8 @@ class Figures:
         """Sets some of the metrics that have changed, and ends those that kvern has no more."""
         for name in self._metrics.keys() - self._known:
             del self._metrics[name]
-        waiting = self.waiting  # the loop's thread may put another one in its place
-        for _ in range(min(MOST_UPDATES, len(waiting))):
-            name, value = waiting.popitem()
+        for _ in range(min(MOST_UPDATES, len(self.waiting))):
+            name, value = self.waiting.popitem()
             with logged("a metric is not set"):
                 self._set(name, value)
 
@@ -458,19 +450,18 @@ class TritonPythonModel:
         elif fetch(self._path, "/ping")[0] != 200:
             message = f"no server is ready at {self._path!r}: start kvern serve MODEL --uds {self._path or 'PATH'}"
             raise pb_utils.TritonModelException(f"{message}, or give its command as parameter serve")
-        self._stopped = False
-        self._asked = 0.0
         self._asking: list[Request] = []
-        self.arrived = 0
-        """Pieces of answers that have come."""
-        self.told: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._requests: dict[Request, None] = {}
+        self._late: dict[Request, None] = {}
+        """Requests whose news wait for the next tick."""
+        self._arrived = 0  # pieces since the last tick
+        self._rate = self._ticked = self._questions = 0.0
+        self._ticks = False
         self._figures = Figures(args["model_name"])
         self._loop = asyncio.new_event_loop()
         self._scraping = self._loop.create_task(self._scrape())
-        self._threads = [threading.Thread(target=run) for run in (self._serve, self._send)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
 
     def _start(self, command: str, seconds: float) -> None:
         self._path = f"{tempfile.mkdtemp(prefix='kvern-')}/socket"
@@ -497,10 +488,8 @@ class TritonPythonModel:
         for asked in requests:
             request = self.REQUEST(self, asked)
             self._requests[request] = None
-            self.told.put(None)  # the sender sleeps without requests, and asks now whether this one is cancelled
             request.read()
-            if not request.ended:
-                request.task = asyncio.run_coroutine_threadsafe(self._connect(request), self._loop)
+            self._loop.call_soon_threadsafe(self._begin, request)
 
     def finalize(self) -> None:
         """Lets running requests end for `grace_seconds`, then ends the threads and the server that it started."""
@@ -512,11 +501,8 @@ class TritonPythonModel:
         ends = time.monotonic() + LAST_SECONDS
         while self._requests and time.monotonic() < ends:
             time.sleep(TICK)
-        self._stopped = True
-        self.told.put(None)
         self._loop.call_soon_threadsafe(self._scraping.cancel)
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
         self._end_process()
 
     def _end_process(self) -> None:
@@ -535,6 +521,13 @@ class TritonPythonModel:
             self._loop.run_until_complete(self._scraping)
         self._loop.close()
 
+    def _begin(self, request: Request) -> None:
+        if request.ended:
+            self.tell(request, 0)
+        else:
+            request.task = self._loop.create_task(self._connect(request))
+        self._keep_ticking()
+
     async def _connect(self, request: Request) -> None:
         try:
             await self._loop.create_unix_connection(lambda: request, self._path)
@@ -547,35 +540,17 @@ class TritonPythonModel:
                 status, text = await self._loop.run_in_executor(None, fetch, self._path, "/metrics")
                 if status == 200:
                     self._figures.read(text.decode())
-                    self.told.put(None)
+                    self._keep_ticking()
             await asyncio.sleep(METRIC_SECONDS)
 
-    def _send(self) -> None:
-        """Sends news until the model ends: at once up to MOST_RESPONSES, and the first and last ones; else at ticks."""
-        late: dict[Request, None] = {}
-        due = began = time.monotonic()
-        rate = 0.0
-        arrived = 0
-        while not self._stopped:
-            wait = max(due - time.monotonic(), 0) if self._requests or self._figures.waiting else None
-            with contextlib.suppress(queue.Empty):
-                request = self.told.get(timeout=wait)
-                if request is not None and request.begun and not request.ended and rate > MOST_RESPONSES:
-                    late[request] = None
-                elif request is not None:
-                    self._pass_on(request)
-            now = time.monotonic()
-            if now < due:
-                continue
-            for request in late:
-                self._pass_on(request)
-            late.clear()
-            rate += SMOOTHING * ((self.arrived - arrived) / max(now - began, TICK) - rate)
-            arrived = self.arrived
-            began = now
-            due = now + TICK
-            self._look_for_cancelled(now)
-            self._figures.update()
+    def tell(self, request: Request, pieces: int) -> None:
+        """Sends news at once up to MOST_RESPONSES, and first and last ones; else by the next tick."""
+        self._arrived += pieces
+        if request.begun and not request.ended and self._rate > MOST_RESPONSES:
+            self._late[request] = None
+        elif not request.told:
+            request.told = True
+            self._loop.call_soon(self._pass_on, request)  # behind what else has come by now
 
     def _pass_on(self, request: Request) -> None:
         if request not in self._requests:
@@ -584,17 +559,42 @@ class TritonPythonModel:
             last = request.send()
         except Exception as error:  # what is wrong with one request must not end the others
             last = True
-            self._loop.call_soon_threadsafe(request.cancel, INTERNAL, str(error))
+            request.cancel(INTERNAL, str(error))
             with contextlib.suppress(Exception):
                 request.sender.send(error_response(INTERNAL, str(error)), flags=FINAL)
         if last:
             self._requests.pop(request, None)
 
-    def _look_for_cancelled(self, now: float) -> None:
-        if not self._asking and now - self._asked > CANCEL_SECONDS:
-            self._asking, self._asked = list(self._requests), now
-        for request in self._asking[:MOST_QUESTIONS]:
+    def _keep_ticking(self) -> None:
+        """Lets the next tick come, unless there is nothing to do for it."""
+        if not self._ticks and (self._requests or self._figures.waiting):
+            self._ticks = True
+            wait = min(max(len(self._requests) / MOST_RESPONSES, TICK), LONGEST_TICK)
+            self._loop.call_at(self._ticked + wait, self._tick)
+
+    def _tick(self) -> None:
+        """Sends late news, finds cancelled requests, and sets metrics."""
+        self._ticks = False
+        seconds = max(self._loop.time() - self._ticked, TICK)
+        self._rate += SMOOTHING * (self._arrived / seconds - self._rate)
+        self._arrived = 0
+        self._ticked = self._loop.time()
+        late, self._late = self._late, {}
+        for request in late:
+            self._pass_on(request)
+        self._look_for_cancelled(min(seconds, LONGEST_TICK))
+        self._figures.update()
+        self._keep_ticking()
+
+    def _look_for_cancelled(self, seconds: float) -> None:
+        """Asks about some requests, so that each one's turn comes every CANCEL_SECONDS."""
+        self._questions += seconds * min(len(self._requests) / CANCEL_SECONDS, MOST_QUESTIONS)
+        while self._questions >= 1:
+            self._asking = self._asking or [request for request in self._requests if not request.ended]
+            request = self._asking.pop() if self._asking else None
+            if request is not None and request.ended:
+                continue
+            self._questions -= 1
             with logged("it is not known whether a request was cancelled"):
-                if not request.ended and request.sender.is_cancelled():
-                    self._loop.call_soon_threadsafe(request.cancel, CANCELLED, "the client cancelled the request")
-        del self._asking[:MOST_QUESTIONS]
+                if request is not None and request.sender.is_cancelled():
+                    request.cancel(CANCELLED, "the client cancelled the request")
