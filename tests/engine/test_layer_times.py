@@ -151,9 +151,13 @@ def test_a_profile_is_not_measured() -> None:
         scheduled = (1,)
 
     clock, output = StepClock(4), Output()
-    assert clock.is_due(output)  # type: ignore[arg-type]
-    with marks.listened(marks.Marks(lambda code: None)):
-        assert not clock.is_due(output)  # type: ignore[arg-type]
+    for listener in (None, marks.Marks(lambda code: None)):
+        with marks.listened(listener):
+            assert clock.is_due(output)  # type: ignore[arg-type]
+            with clock.of_host(output):  # type: ignore[arg-type]
+                assert marks.listener() is not None
+                marks.begin(marks.HEAD)
+            assert len(clock.take()) == (listener is None)
     output.step = 5
     assert not clock.is_due(output)  # type: ignore[arg-type]
 

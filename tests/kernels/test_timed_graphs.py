@@ -129,6 +129,47 @@ def test_an_engine_does_without_graphs_with_events(tmp_path: Path, on_device: Ca
     assert token_ids(llm.generate(PROMPTS, PARAMS)) == expected
 
 
+def test_ranks_replay_the_same_graphs_though_one_of_them_is_profiled(
+    tmp_path: Path, on_device: Callable[..., LLM]
+) -> None:
+    """What it measures meanwhile is forgotten, and the profile hears the marks."""
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=2)
+    heard: list[int] = []
+    replayed, measured = [], []
+    for listener in (None, marks.Marks(heard.append)):
+        llm = on_device(folder, **OPTIONS, trace_layers=2)
+        clock, memory = captured(llm, DecodeKind(runner_of(llm).model, 0))
+        llm.generate(PROMPTS[:1], PARAMS)
+        with marks.listened(listener):
+            llm.generate(PROMPTS, PARAMS)
+            llm.generate(PROMPTS[1:], PARAMS)
+        replayed.append(
+            (memory.replayed, [shape for _, shape in clock.missing], [*clock._timed.values()][-1].graph.shape)
+        )
+        measured.append(times_of(llm)["decode"].steps)
+    assert replayed[0] == replayed[1] and all(replayed[0])
+    assert measured == [len(memory.replayed), len(memory.replayed) // 2]
+    assert {marks.HEAD, marks.SAMPLING} <= set(heard)
+
+
+def test_where_one_rank_has_no_graph_with_events_none_replays_one(
+    tmp_path: Path, on_device: Callable[..., LLM]
+) -> None:
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=2)
+    llm = on_device(folder, **OPTIONS, trace_layers=2)
+    clock = worker_of(llm).times
+    assert isinstance(clock, DeviceClock)
+    asked: list[bool] = []
+
+    def on_all(here: bool) -> bool:
+        asked.append(here)
+        return False
+
+    clock.on_all = on_all
+    captured(llm, DecodeKind(runner_of(llm).model, 0))
+    assert asked == [True] and clock.memory is None and not clock._timed and not clock.missing
+
+
 def test_steps_without_a_graph_are_measured_as_they_are_launched(tmp_path: Path, on_device: Callable[..., LLM]) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=2)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)

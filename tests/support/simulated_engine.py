@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,6 +208,7 @@ class SimulatedEngine:
             self._hear(event)
         assert reached == memory.chunks
         assert min(before, chunks) <= reached <= max(before, chunks)
+        self._note_preempted()
         self.check()
 
     def finish(self, request: Request, reason: FinishReason = "abort") -> None:
@@ -225,18 +226,21 @@ class SimulatedEngine:
         self._waiting_before = {request: self._is_ready(request) for request in self.scheduler.waiting}
         self._step_before = self.scheduler.step
         events = self.core.step()
-        for request in self.scheduler.waiting:
-            if request.queue.preemptions != self._preemptions.get(request, 0):
-                self._preemptions[request] = request.queue.preemptions
-                waited = self.scheduler.step - self._waiting_since.get(request, self.scheduler.step)
-                if request in self._waiting_before and waited >= self.setup.aging_steps:
-                    self._aged.add(request)  # admitted, in a step that was undone at once
-                self._waiting_since[request] = request.queue.waiting_since
+        self._note_preempted(self._waiting_before)
         if self.scheduler.step > self._step_before:
             self._check_waiting()
         for event in events:
             self._hear(event)
         self.check()
+
+    def _note_preempted(self, waited_before: Container[Request] = ()) -> None:
+        for request in self.scheduler.waiting:
+            if request.queue.preemptions != self._preemptions.get(request, 0):
+                self._preemptions[request] = request.queue.preemptions
+                waited = self.scheduler.step - self._waiting_since.get(request, self.scheduler.step)
+                if request in waited_before and waited >= self.setup.aging_steps:
+                    self._aged.add(request)  # admitted, in a step that was undone at once
+                self._waiting_since[request] = request.queue.waiting_since
 
     def run(self) -> None:
         """Until nothing is left to do; then nothing may be left behind."""

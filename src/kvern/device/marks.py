@@ -23,7 +23,7 @@ class Marks:
     """
 
     def __init__(self, note: Callable[[int], None]) -> None:
-        self._note = note
+        self.note = note
         self._layer = 0
         self.part = OTHER
         self.is_usual = True
@@ -33,7 +33,7 @@ class Marks:
         if part not in OF_LAYERS:
             self._layer = 0
         self.part = part
-        self._note(self._layer * len(PARTS) + part)
+        self.note(self._layer * len(PARTS) + part)
 
     def begin_layer(self, index: int) -> None:
         """The layer `index` begins here, with its mixer."""

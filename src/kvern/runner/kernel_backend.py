@@ -42,6 +42,7 @@ from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder, LanguageModel
 from kvern.models.weighted import WeightedModel
+from kvern.ranks.ranks import Ranks
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
 from kvern.request.step import NewRequest, ScheduledTokens, SchedulerOutput, StepTooLarge
@@ -337,6 +338,7 @@ class KernelBackend:
             graphs = [StepGraphs(kind, memory) for kind in step_kinds(model, options)]
             if isinstance(loaded.times, DeviceClock):
                 loaded.times.memory = memory
+                loaded.times.on_all = partial(_on_all, loaded.ranks.of_own_stage(), self._device)
                 loaded.times.expect(graphs[0])
         return DeviceRunner(model, loaded, drafter, graphs)
 
@@ -406,6 +408,11 @@ class KernelBackend:
             kinds = step_kinds(replace(model, adapters=loaded.adapters), self._graph_options(None, tokens))
         timed = MOST_GRAPHS * GRAPH_BYTES if kinds and loaded.times is not None else 0
         return run_largest_steps(DeviceRunner(model, loaded), tokens, kinds) + timed
+
+
+def _on_all(ranks: Ranks, device: torch.device, here: bool) -> bool:
+    """Returns whether this is so on all of these ranks, which ask at the same time."""
+    return bool(ranks.least(torch.tensor([here], dtype=torch.int32, device=device)).item())
 
 
 def _decoder(loaded: LoadedModel) -> Decoder:

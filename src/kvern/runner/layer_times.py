@@ -21,12 +21,15 @@ class StepClock:
         self._measured: list[MeasuredStep] = []
 
     def is_due(self, output: SchedulerOutput) -> bool:
-        """Returns whether this step is to be measured; none is that a profile slows down."""
-        return output.step % self._every == 0 and bool(output.scheduled) and marks.listener() is None
+        """Returns whether this step is measured: all ranks say the same, or some would wait for others."""
+        return output.step % self._every == 0 and bool(output.scheduled)
 
     @contextmanager
     def of_host(self, output: SchedulerOutput) -> Iterator[None]:
-        """Measures a step that is computed within, by the host's clock."""
+        """Measures a step that is computed within, by the host's clock; none that a profile slows down."""
+        if marks.listener() is not None:
+            yield
+            return
         taken = marks.TimedMarks(self._clock)
         with marks.listened(taken):
             taken.begin(marks.OTHER)

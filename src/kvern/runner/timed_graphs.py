@@ -9,7 +9,7 @@ Nothing waits: the times of a step are read once its last event has passed.
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,11 +40,11 @@ def new_event(*, external: bool) -> torch.cuda.Event:
 
 
 class EventMarks(marks.Marks):
-    """Records an event of the present stream at each mark."""
+    """Records an event of the present stream at each mark, and passes the mark on to the `profile` that listens."""
 
-    def __init__(self, *, external: bool) -> None:
+    def __init__(self, *, external: bool, profile: marks.Marks | None = None) -> None:
         super().__init__(self._record)
-        self._external = external
+        self._external, self._profile = external, profile
         self.clear()
 
     def clear(self) -> None:
@@ -53,6 +53,8 @@ class EventMarks(marks.Marks):
         self._events: list[torch.cuda.Event] = []
 
     def _record(self, code: int) -> None:
+        if self._profile is not None:
+            self._profile.note(code)
         event = new_event(external=self._external)
         event.record()
         self._codes.append(code)
@@ -94,11 +96,18 @@ class _Pending(NamedTuple):
 
 
 class DeviceClock(StepClock):
-    """Measures steps of a device that is not waited for. `memory`: for graphs with events; None: there are none."""
+    """Measures steps of a device that is not waited for.
+
+    Ranks of a stage replay the same graphs, with events or without, since one of them would wait for the others'.
+
+    memory       for graphs with events; None: there are none
+    on_all       whether what is so here is so on all ranks of the stage, which ask at the same time
+    """
 
     def __init__(self, every: int) -> None:
         super().__init__(every)
         self.memory: CaptureMemory | None = None
+        self.on_all: Callable[[bool], bool] = lambda here: here
         self.missing: deque[Place] = deque()
         self._timed: dict[Place, _TimedGraph] = {}
         """The graphs with events, the one last used at the end."""
@@ -124,31 +133,37 @@ class DeviceClock(StepClock):
             return
         while len(self._timed) >= MOST_GRAPHS:
             del self._timed[next(iter(self._timed))]
-        taken = EventMarks(external=True)
+        taken, captured = EventMarks(external=True), None
         try:
-            replay, outputs = self.memory.capture(partial(_compute, shape, graphs, plain, taken))
+            captured = self.memory.capture(partial(_compute, shape, graphs, plain, taken))
         except RuntimeError as error:  # steps do without: these graphs only measure
             logger.warning("steps of CUDA graphs are not measured layer by layer: %s", error)
+        if not self.on_all(captured is not None) or captured is None:
             self.memory = None
             self.missing.clear()
             return
+        replay, outputs = captured
         self._timed[place] = _TimedGraph(replace(plain, outputs=outputs, replay=replay), taken)
 
     @contextmanager
     def of_device(self, output: SchedulerOutput) -> Iterator[None]:
-        """Measures a step that is started within, unless it replays a graph without events."""
-        around, self._replayed = EventMarks(external=False), []
+        """Measures a step that is started within, unless it replays a graph without events.
+
+        What a profile slows down is measured for nothing, as other ranks do.
+        """
+        profile = marks.listener()
+        around, self._replayed = EventMarks(external=False, profile=profile), []
         with marks.listened(around):
             around.begin(marks.OTHER)
             yield
             around.begin(marks.OTHER)
         if not self._replayed:
-            self._pending.append(_Pending(output.step, around, None))
+            self._add(_Pending(output.step, around, None), profile)
             return
         (place,) = self._replayed
         if (timed := self._timed.pop(place, None)) is not None:
             self._timed[place] = timed
-            self._pending.append(_Pending(output.step, around, timed.marks))
+            self._add(_Pending(output.step, around, timed.marks), profile)
         elif place not in self.missing and self.memory is not None:
             self.missing = deque([*self.missing, place][-MOST_GRAPHS:])
 
@@ -171,6 +186,10 @@ class DeviceClock(StepClock):
     def forget(self) -> None:
         super().forget()
         self._pending.clear()
+
+    def _add(self, measured: _Pending, profile: marks.Marks | None) -> None:
+        if profile is None:
+            self._pending.append(measured)
 
     def _replay(self, place: Place, graph: StepGraph[Any, Any]) -> None:
         self._replayed.append(place)
