@@ -135,7 +135,7 @@ def _tokenizer(special: Sequence[str], script: Sequence[str]) -> tokenizers.Toke
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
-    backend.train([str(path) for path in sorted(DOCUMENTS.glob("*.md"))], trainer)
+    backend.train([str(path) for path in sorted(DOCUMENTS.rglob("*.md"))], trainer)
     backend.add_tokens([AddedToken(piece, normalized=False) for piece in script])
     return backend
 
