@@ -4,21 +4,25 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 
 from kvern.bench.steps import hardware_name
 from kvern.cli.main import main
 from kvern.engine.step_load import StepLoad
+from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.loads.source import read_load
 from kvern.planning.hardware import same_hardware
 from kvern.runner.plan import Layout
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, write_steps
 from kvern.simulate.sizing import least, size
-from kvern.simulate.study import Condition
+from kvern.simulate.study import Condition, resolved
 from kvern.version import __version__
 from tests.support.simulation import SIZES, EvenPrice
+
+WITH_TOKENS = msgspec.structs.replace(SIZES, token_bytes=1024)
 
 
 @pytest.mark.parametrize(("needed", "most"), [(1, 1), (1, 9), (2, 2), (5, 64), (8, 8), (9, 8), (64, 64)])
@@ -53,9 +57,36 @@ def test_the_command_prints_the_choice_as_an_estimate(capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["chosen"]["cards"] >= 1
 
 
+def test_tiers_and_splits_are_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
+    compared = ["--compare", "tier=none,host:1GB", "--compare", "split=none,1+3"]
+    load = ["--workload", "rate=40,requests=60,input=300,output=8,prefix=512:2:0", "--slo", "ttft=1s", "--seeds", "1"]
+    assert main([*COMMAND[:5], *load, *compared, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    sized = [found["chosen"], *found["others"], *found["short"]]
+    assert len(sized) == 2 * 4  # engines of one card and of two, with each combination
+    assert {each["replicas"] for each in sized if "split 1+3" in each["engine"]} == {2}
+    assert sum("tier host:1GB" in each["engine"] for each in sized) == 4
+    assert all(("tier_hit_share" in each["runs"][0]) == (", " in each["engine"]) for each in sized)
+    assert main([*COMMAND[:5], *load, *compared]) == 0
+    assert "The next best: " in (told := " ".join(capsys.readouterr().out.split())) and "a margin of" in told
+
+
+def test_a_split_keeps_its_ratio_with_other_numbers_of_engines() -> None:
+    load = list(read_load("rate=2,requests=60,input=40,output=20"))
+    condition = Condition(SIZES, lambda seed: EvenPrice())
+    divided = resolved(msgspec.structs.replace(condition, sizes=WITH_TOKENS), {"split": "1+1"})
+    found = size({"one": (condition, 0, 32), "divided": (divided, 0, 3)}, [(0, load)], {"e2e": 60.0}, 0.99)
+    assert found.chosen.engine == "one" and [each.engine for each in found.short] == ["divided"]
+    assert "Not even 3 x divided suffice" in " ".join(found.verdict(0.99))
+    with pytest.raises(ConfigError, match="a split needs at least two engines"):
+        size({"divided": (divided, 0, 1)}, [(0, load)], {"e2e": 60.0}, 0.99)
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [
+        (["--slo", "ttft=1s", "--compare", "policy=fcfs,sjf"], "compare is 'policy=fcfs,sjf': it must be tier="),
+        (["--slo", "ttft=1s", "--compare", "split=1+3", "--compare", "split=1+1"], "each at most once"),
         (["--slo", "ttft=0.001ms", "--seeds", "1"], "the limits cannot be met"),
         ([], "workload needs limits"),
         (["--slo", "ttft=1s", "--good", "1.5"], "good is 1.5"),

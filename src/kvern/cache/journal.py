@@ -91,8 +91,9 @@ class CacheJournal:
 
     def _gain(self, namespace: bytes, node: Node) -> None:
         assert node.parent is not None
+        edge = node.edge
         start = self._ends.get(node.parent, 0)
-        end = self._ends[node] = start + length_of(node.edge)
+        end = self._ends[node] = start + (length_of(edge) if has_marks(edge) else len(edge) // WORD_BYTES)
         first = bisect_right(ENDS, start)
         if ENDS[first] <= end:
             names = self._names[node] = self._made(namespace, node, first)
@@ -112,8 +113,10 @@ class CacheJournal:
         while above.parent is not None and above not in self._names:
             edges.append(above.edge)
             above = above.parent
-        name, extra = root_key(b"", namespace), 0
-        if above.parent is not None:
+        extra = 0
+        if above.parent is None:
+            name = root_key(b"", namespace)
+        else:
             name = self._names[above][-1]
             edges.append(above.edge)
             extra = length_of(above.edge) - (self._ends[above] - start)

@@ -343,10 +343,8 @@ class KVCacheManager:
         nodes = request.nodes
         first = len(nodes)
         edges = edges_of(_contents(request)[first * size : full * size], size)
-        for index, edge in enumerate(edges, first):
-            node = self.tree.insert_edge(namespace, nodes[-1] if nodes else None, edge, request.block_ids[index], step)
-            self.tree.acquire([node])
-            nodes.append(node)
+        grown = self.tree.grow(namespace, nodes, zip(edges, request.block_ids[first:full], strict=True), step)
+        for index, node in enumerate(grown, first):
             for extension in self.extensions:
                 extension.publish(request, index, node, step)
 

@@ -16,7 +16,7 @@ order of their release, children before parents: its first entry is always a lea
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -163,6 +163,26 @@ class RadixCache:
         for gain in self.gaining:
             gain(namespace, child)
         return child
+
+    def grow(
+        self, namespace: bytes, path: list[Node], blocks: Iterable[tuple[bytes, int]], step: int
+    ) -> Iterator[Node]:
+        """Lets a path that is in use go on by edges with their blocks; yields the nodes, each with a user more."""
+        for edge, block in blocks:
+            above = path[-1] if path else None
+            if above is None or above.children:
+                node = self.insert_edge(namespace, above, edge, block, step)
+                self.acquire([node])
+            else:  # by far the most frequent case: it has no other to go before, or to be
+                node = above.children[edge] = Node(above, edge, block, step)
+                node.users = 1
+                above.order.append(edge)
+                self._pool.share((block,))
+                self._size += 1
+                for gain in self.gaining:
+                    gain(namespace, node)
+            path.append(node)
+            yield node
 
     def insert_tail(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> Node | None:
         """Keep a block that is not full, unless the tree already holds a block that begins with its tokens."""

@@ -56,6 +56,8 @@ class PlanCommand:
     """Simulate --workload by estimates; the result is marked as one."""
     most_replicas: int = 64
     """Most engines of --record; with --roofline the cards of --hardware are the limit."""
+    compare: tuple[str, ...] = ()
+    """Alternatives of --workload: tier=none,host:64GB or split=none,1+3, the ratio of prefill to decode engines."""
     seeds: int = 5
     """Runs of --workload, of which the worst counts."""
     json: bool = False
@@ -70,7 +72,7 @@ class PlanCommand:
             names = (field.name for field in dataclasses.fields(Asked))
             refuse(self, PlanCommand, ("requests", "input", "output", "write"), "--workload has its own requests")
             return plan_engines(Asked(**{name: getattr(self, name) for name in names}))
-        unused = ("slo", "good", "record", "roofline", "most_replicas", "seeds")
+        unused = ("slo", "good", "record", "roofline", "most_replicas", "compare", "seeds")
         refuse(self, PlanCommand, unused, "it counts with --workload alone")
         from kvern.cli.models import outlines
         from kvern.config import EngineConfig

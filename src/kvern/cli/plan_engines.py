@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,6 +20,9 @@ from kvern.errors import ConfigError
 if TYPE_CHECKING:
     from kvern.simulate.sizing import Sized
     from kvern.simulate.study import Condition
+
+    Engines = dict[str, tuple[Condition, int, int]]
+    """By name the condition of an engine, its cards, and how many of them there may be."""
 
 SHOWN = {"p99_ttft_ms": "TTFT ms p99", "p99_itl_ms": "ITL ms p99", "tokens_per_second": "tokens/s"}
 
@@ -34,6 +39,7 @@ class Asked:
     record: Path | None
     roofline: bool
     most_replicas: int
+    compare: tuple[str, ...]
     seeds: int
     json: bool
     load_format: Literal["auto", "dummy"] = "auto"
@@ -52,6 +58,7 @@ def plan_engines(command: Asked) -> int:
     if not 0 < command.good <= 1:
         raise ConfigError(f"good is {command.good:g}: it must be a share above 0, and at most 1")
     engines, basis = _engines(command)
+    engines = _alternatives(engines, command.compare)
     loads = [(seed, loaded(command.workload, seed)) for seed in range(command.seeds)]
     found = size(engines, loads, slo, command.good)
     if command.json:
@@ -60,12 +67,36 @@ def plan_engines(command: Asked) -> int:
     table = make_table(
         "engines", "cards", "good, worst run", *SHOWN.values(), "use", title=f"kvern plan: {command.workload}"
     )
-    for sized in (found.chosen, found.fewer, found.other):
+    for sized in (found.chosen, found.fewer, *found.others, *found.short):
         if sized is not None:
             table.add_row(*_row(sized))
     print_tables(table)
     print_lines(*found.verdict(command.good), f"Based on {basis}.")
     return 0
+
+
+def _alternatives(engines: Engines, compared: Sequence[str]) -> Engines:
+    """Returns each engine with each combination of tiers and splits that are compared. Raises ConfigError."""
+    from kvern.simulate.study import NONE, resolved
+
+    values: dict[str, list[str]] = {}
+    for text in compared:
+        name, _, listed = text.partition("=")
+        found = [value.strip() for value in listed.split(",")]
+        if name not in ("tier", "split") or name in values or len(set(found)) < len(found) or not all(found):
+            raise ConfigError(
+                f"compare is {text!r:.80}: it must be tier=none,host:64GB or split=none,1+3, each at most once"
+            )
+        values[name] = found
+    several: Engines = {}
+    for name, (condition, cards, most) in engines.items():
+        for chosen in product(*values.values()):
+            options = {key: value for key, value in zip(values, chosen, strict=True) if value != NONE}
+            if condition.sizes.tier is not None and "tier" in values and "split" not in options:
+                options.setdefault("tier", NONE)
+            told = ", ".join(f"{key} {value}" for key, value in options.items() if value != NONE)
+            several[f"{name}, {told}" if told else name] = resolved(condition, options), cards, most
+    return several
 
 
 def _row(sized: Sized) -> list[str]:
@@ -80,7 +111,7 @@ def _row(sized: Sized) -> list[str]:
     ]
 
 
-def _engines(command: Asked) -> tuple[dict[str, tuple[Condition, int, int]], str]:
+def _engines(command: Asked) -> tuple[Engines, str]:
     """Returns the engines that there may be: by name their condition, their cards, and how many."""
     if (command.record is None) == (not command.roofline):
         raise ConfigError("workload is simulated with --record FILE of kvern bench steps, or with --roofline: give one")
@@ -97,7 +128,7 @@ def _engines(command: Asked) -> tuple[dict[str, tuple[Condition, int, int]], str
     config = EngineConfig(load_format=command.load_format, quantization=command.quantization, dtype=command.dtype)
     model, config = described(command.model, config)
     cards = this_machine(config, model.dtype) if command.hardware is None else parse_hardware(command.hardware)
-    engines = {}
+    engines: Engines = {}
     reasons = []
     for count in (number for number in range(1, len(cards) + 1) if len(cards) % number == 0):
         try:

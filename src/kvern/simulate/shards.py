@@ -75,7 +75,8 @@ def run_parts(parts: Sequence[Part], simulate: Simulate) -> list[Outcome]:
     global _simulate
     _simulate = simulate
     processes = min(len(parts), len(os.sched_getaffinity(0)))
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    context = multiprocessing.get_context("fork")
+    with context.Pool(processes, maxtasksperchild=1) as pool:  # a group's memory goes with its process
         found = pool.map(_run, parts, chunksize=1)
     _simulate = None
     return found

@@ -1,6 +1,7 @@
 """The fewest engines with which a load keeps to its limits."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -39,11 +40,15 @@ class Sized(msgspec.Struct, frozen=True):
 
 
 class Sizing(msgspec.Struct, frozen=True):
-    """The choice, the best that was not chosen, and what one engine fewer would do."""
+    """The choice, and what one engine fewer would do.
+
+    `others`: the fewest engines of each other kind, the best first; `short`: the most of those that never suffice.
+    """
 
     chosen: Sized
     fewer: Sized | None
-    other: Sized | None
+    others: list[Sized]
+    short: list[Sized]
 
     def verdict(self, wanted: float) -> list[str]:
         """Returns lines that say what was chosen, what limits, and what came next."""
@@ -54,8 +59,15 @@ class Sizing(msgspec.Struct, frozen=True):
             fewer = self.fewer
             late = fewer.mean(f"late_{fewer.limit}")
             lines.append(f"With {_named(fewer)} {fewer.good_share:.1%} are: for {late:.1%} {WORDS[fewer.limit]}.")
-        if self.other is not None:
-            lines.append(f"The next best: {_named(self.other)}, with {self.other.good_share:.1%}.")
+        if self.others:
+            other = self.others[0]
+            margin = 100 * (other.good_share - wanted)
+            lines.append(
+                f"The next best: {_named(other)}, with {other.good_share:.1%}, a margin of {margin:.1f} points."
+            )
+        for most in self.short:
+            late = most.mean(f"late_{most.limit}")
+            lines.append(f"Not even {_named(most)} suffice: {most.good_share:.1%}; for {late:.1%} {WORDS[most.limit]}.")
         return lines
 
 
@@ -80,15 +92,23 @@ def size(
     def run(name: str, replicas: int) -> Sized:
         if (name, replicas) not in seen:
             condition, cards, _ = engines[name]
-            several = msgspec.structs.replace(condition, replicas=replicas)
+            several = _several(condition, replicas)
             runs = [run_once(several, load, seed, slo) for seed, load in loads]
             seen[name, replicas] = Sized(name, replicas, cards * replicas, runs)
         return seen[name, replicas]
 
-    for name, (_, _, most) in engines.items():
-        fewest = least(lambda count, name=name: run(name, count).good_share >= wanted, most)  # type: ignore[misc]
-        if fewest is not None:
-            found.append(run(name, fewest))
+    def suffices(name: str, replicas: int) -> bool:
+        return run(name, replicas).good_share >= wanted
+
+    short: list[Sized] = []
+    for name, (condition, _, most) in engines.items():
+        first = 1 if condition.split is None else 2
+        if most < first:
+            continue
+        fewest = least(partial(suffices, name), most, first)
+        (short if fewest is None else found).append(run(name, most if fewest is None else fewest))
+    if not seen:
+        raise ConfigError("a split needs at least two engines: allow more, or let split be none")
     if not found:
         best = max(seen.values(), key=lambda sized: sized.good_share)
         raise ConfigError(
@@ -97,13 +117,23 @@ def size(
         )
     found.sort(key=lambda sized: (sized.cards or sized.replicas, -sized.good_share))
     chosen = found[0]
-    fewer = run(chosen.engine, chosen.replicas - 1) if chosen.replicas > 1 else None
-    return Sizing(chosen, fewer, found[1] if len(found) > 1 else None)
+    first = 1 if engines[chosen.engine][0].split is None else 2
+    fewer = run(chosen.engine, chosen.replicas - 1) if chosen.replicas > first else None
+    return Sizing(chosen, fewer, found[1:], short)
 
 
-def least(suffices: Callable[[int], bool], most: int) -> int | None:
-    """Returns the least number from 1 to `most` that suffices, if more never do less; None: not even `most` does."""
-    low, high = 0, 1
+def _several(condition: Condition, replicas: int) -> Condition:
+    """Returns a condition with so many engines; prefill and decode engines keep to their ratio as far as possible."""
+    split = condition.split
+    if split is not None:
+        prefill = min(max(1, round(replicas * split[0] / sum(split))), replicas - 1)
+        split = prefill, replicas - prefill
+    return msgspec.structs.replace(condition, replicas=replicas, split=split)
+
+
+def least(suffices: Callable[[int], bool], most: int, first: int = 1) -> int | None:
+    """Returns the least number from `first` to `most` that suffices, if more never do less; None: `most` does not."""
+    low, high = first - 1, first
     while not suffices(high):
         if high == most:
             return None

@@ -1,0 +1,114 @@
+"""A fleet of estimated H200 cards that serves an 8B model: how fast it is simulated, and what it takes.
+
+    python benchmarks/fleet.py speed [--replicas 1000] [--requests 1000000] [--shards 50] [--output FILE]
+    python benchmarks/fleet.py cards [--output FILE]
+
+`speed` runs one load on a large fleet and prints its figures, the seconds and the memory that it took. `cards` finds
+how many requests a second a group of cards answers within limits, with and without KV tiers and prefill engines of
+their own, and what 10 million requests a day take by that. Steps cost what `kvern plan` estimates: none was measured.
+No weights are needed; the model is Llama 3.1 8B by its configuration.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from kvern.config import EngineConfig
+from kvern.loads.source import read_load
+from kvern.planning.choice import model_of
+from kvern.planning.estimate import Workload
+from kvern.planning.hardware import parse_hardware
+from kvern.simulate.report import read_slo
+from kvern.simulate.roofline import estimated_condition
+from kvern.simulate.study import Condition, resolved, run_once
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+TALKS = "input=lognormal:400:0.9:4000,output=lognormal:220:0.7:1000,prefix=512:64:1,turns=uniform:1:6,think=20s"
+"""Conversations: 3.5 requests each, of which later ones have the earlier ones in their prompts."""
+TURNS = 3.5
+SLO = "ttft=500ms,itl=20ms"
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["speed"])
+    parser.add_argument("--replicas", type=int, default=1000)
+    parser.add_argument("--requests", type=int, default=1_000_000)
+    parser.add_argument("--shards", type=int, default=50)
+    parser.add_argument("--rate", type=float, default=0.6, help="requests a second of each engine")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    found = speed(options)
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def engine() -> Condition:
+    """Returns an engine on one H200, as it is estimated."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+        model = model_of(EngineConfig(folder, load_format="dummy"), Path(folder))
+    return estimated_condition(model, parse_hardware("h200"), Workload())[0]
+
+
+def speed(options: argparse.Namespace) -> Figures:
+    """Runs a large fleet once."""
+    condition = resolved(engine(), {"replicas": str(options.replicas), "shards": str(options.shards)})
+    conversations = options.rate * options.replicas / TURNS
+    text = f"rate={conversations:.4f},requests={options.requests},{TALKS}"
+    begun = time.monotonic()
+    load = list(read_load(text))
+    drawn = time.monotonic()
+    figures = run_once(condition, load, 0, read_slo(SLO))
+    seconds = time.monotonic() - begun
+    own, children = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cores = len(os.sched_getaffinity(0))
+    processor = sum(usage.ru_utime + usage.ru_stime for usage in (own, children))
+    # each process counts what it shares with the first one, too
+    memory = (own.ru_maxrss + min(cores, options.shards) * children.ru_maxrss) / 1e6
+    found = {
+        "load": text,
+        "replicas": options.replicas,
+        "shards": options.shards,
+        "cores": cores,
+        "seconds": seconds,
+        "seconds_to_draw": drawn - begun,
+        "processor_seconds": processor,
+        "most_gigabytes": memory,
+        "figures": figures,
+    }
+    print(
+        f"{len(load):,} requests on {options.replicas:,} engines in {options.shards} groups: {seconds:,.0f} s on "
+        f"{cores} cores, {processor:,.0f} s of a core, {1000 * processor / len(load):.2f} ms a request; at most "
+        f"{memory:.1f} GB"
+    )
+    json.dump(figures, sys.stdout, indent=1)
+    print()
+    return found
+
+
+if __name__ == "__main__":
+    main()
