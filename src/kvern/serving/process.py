@@ -208,7 +208,7 @@ def serve(
 
     `watch` knows how long the core's steps may take. `running` as in `forget`.
     """
-    spoke = time.monotonic()
+    spoke, again = time.monotonic(), False
     experts = ExpertCounts(core) if counts else None
     cache = CacheTeller(core, lambda changes: socket.send(wire.encode(changes)))
     adapters, weights = AdapterReader(core), WeightChanges(core)
@@ -222,6 +222,7 @@ def serve(
             if core.has_work or early or prepares or (sleeps and not reads):
                 idle = 0.0 if early or not core.has_work else core.spare_seconds()
             if not socket.poll(int(1000 * idle)):
+                prepares |= again and idle == HEARTBEAT_SECONDS  # sooner the next request might come, and wait
                 break
             match wire.decode_for_engine(socket.recv()):
                 case wire.AddRequest() as message:
@@ -251,8 +252,7 @@ def serve(
             if not sleep(socket, core, running, parent):
                 return
         if prepares and not core.has_work:
-            socket.send(wire.encode(wire.Busy()))
-            prepares = core.idle()
+            prepares, again = prepare(socket, core), False
         worked, started = core.has_work, time.monotonic()
         events, early = early + (traces.step() if worked else []), []
         cache.tell()
@@ -260,7 +260,13 @@ def serve(
         if events or rests or now - spoke >= HEARTBEAT_SECONDS:
             more = traces.silence(watch), core.layer_times(), [] if experts is None else experts.due(rests, now)
             socket.send(wire.encode(wire.Events(events, core.statistics(), now - started, *more)))
-            spoke, prepares = now, prepares or (rests and core.prepares_again)
+            spoke, again = now, again or (rests and core.prepares_again)
+
+
+def prepare(socket: "zmq.Socket[bytes]", core: EngineLoop) -> bool:
+    """Make one thing that steps run faster with, after a sign of life; returns whether there are more."""
+    socket.send(wire.encode(wire.Busy()))
+    return core.idle()
 
 
 def add(core: EngineLoop, message: wire.AddRequest) -> list[TokenEvent]:
