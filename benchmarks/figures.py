@@ -320,7 +320,7 @@ def forms() -> Iterator[Passage]:
         {name: figure.median for name, case in cases(file).items() for figure in case.figures.values()}
         for file in ("h200/structured.json", "structured-cpu.json")
     )
-    page = "structured-output.md"
+    page = "notes/serving.md"
     for text, found, names in (
         ("one H200: a regular expression / a schema | {} % / {} % |", card, ("text: regex", "text: json")),
         (
