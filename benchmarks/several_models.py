@@ -4,13 +4,17 @@
     python benchmarks/several_models.py --model kvern-12m --models 5 --memory 1.15GB --requests 60
     python benchmarks/several_models.py --device cuda --model benchmarks/models/llama-3.1-8b --models 3 \\
         --memory 100GB --requests 20 -- --load-format dummy --gpu-memory-share 0.3     # after --: options of the server
+    python benchmarks/several_models.py --device cuda --model benchmarks/models/llama-3.1-8b --models 1 \\
+        --beside benchmarks/models/qwen3-0.6b --requests 10 -- --load-format dummy --max-model-len 8192
 
 Starts `kvern serve` with as many models as `--models`, all of the same checkpoint, and asks them in random order. Says
 what requests took by the state that the server reported before, what `sleep` took, and the memory of all engines' own
-pages (PSS) awake and asleep, on a GPU what is taken of the card.
+pages (PSS) awake and asleep, on a GPU what is taken of the card. On a GPU it also says what it takes to have more
+memory behind a KV cache: to map it, and to let it be zeros.
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import re
@@ -34,7 +38,9 @@ from kvern.bench.record import keep
 ENGINE = "kvern.serving.process"
 KEY = "admin:secret"
 WAKES = 20
-"""Times that one model is put to sleep and woken, while memory is free."""
+"""Times that each model is put to sleep and woken, while memory is free."""
+GROWTHS = 5
+"""Times that a KV cache grows to its largest size, and shrinks."""
 PROMPT = [5, 9, 17, 33, 2, 81]
 PATIENCE = 300.0
 
@@ -87,6 +93,12 @@ class Models:
         self.http.post(f"/v1/models/{name}/sleep").raise_for_status()
         return time.perf_counter() - began
 
+    def turn(self, name: str) -> tuple[float, float, float]:
+        """Returns the seconds until a model is asleep, until it is awake again, and of an answer of one token."""
+        asleep, began = self.sleep(name), time.perf_counter()
+        self.http.post(f"/v1/models/{name}/load").raise_for_status()
+        return asleep, time.perf_counter() - began, self.ask(name)
+
     def switches(self, requests: int, dice: random.Random) -> dict[str, list[float]]:
         """Seconds of requests to models in random order, by the state of each before."""
         found = defaultdict(list)
@@ -108,11 +120,14 @@ class Models:
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Starts the server and asks it."""
-    names = [f"model-{number}" for number in range(options.models)]
+    checkpoints = {f"model-{number}": options.model for number in range(options.models)}
+    checkpoints |= {} if options.beside is None else {"beside": options.beside}
+    names = [*checkpoints]
     command = [sys.executable, "-m", "kvern", "serve", "--port", "0", "--device", options.device]
     command += ["--threads", "1", "--kv-cache-tokens", "2048"] if options.device == "cpu" else []
-    command += ["--models-memory", options.memory, "--api-key", f"{KEY} admin=1", *options.server]
-    command += [word for name in names for word in ("--model", f"{name}={options.model}")]
+    command += [] if options.memory is None else ["--models-memory", options.memory]
+    command += ["--api-key", f"{KEY} admin=1", *options.server]
+    command += [word for name, model in checkpoints.items() for word in ("--model", f"{name}={model}")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -126,7 +141,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             for name in names:  # all have been awake once
                 models.ask(name)
             switches = models.switches(options.requests, dice)
-            turns = [(models.sleep(names[0]), models.ask(names[0])) for _ in range(WAKES)]
+            turned = [names[0], *names[options.models :]]
+            turns = {name: [models.turn(name) for _ in range(WAKES)] for name in turned}
             awake, asleep = models.memory()
     finally:
         process.terminate()
@@ -137,11 +153,42 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "models_memory": options.memory,
         "options": options.server,
         "seconds_by_state": {state: spread(seconds) for state, seconds in sorted(switches.items())},
-        "seconds_to_sleep": spread([slept for slept, _ in turns]),
-        "seconds_of_a_wake_that_nobody_makes_way_for": spread([woken for _, woken in turns]),
+        **{
+            f"{name}: {what}": spread([turn[place] for turn in found])
+            for name, found in turns.items()
+            for place, what in enumerate(("seconds to sleep", "seconds to wake", "seconds to the first token then"))
+        },
         "engine_gb_awake": round(awake / 1e9, 3),
         "engine_gb_asleep": round(asleep / 1e9, 3),
     }
+
+
+def growth(model: str, options: list[str]) -> dict[str, Any]:
+    """Seconds in which the KV cache of an engine in this process gets what memory it may have, or gives it back."""
+    import torch
+
+    from kvern import LLM, EngineConfig
+    from kvern.cli.main import read_command
+
+    command, _ = read_command(["serve", "--model", model, "--device", "cuda", "--elastic-kv-cache", *options], {})
+    fields = {field.name: getattr(command.engine, field.name) for field in dataclasses.fields(command.engine)}
+    with LLM(**{name: value for name, value in fields.items() if value != getattr(EngineConfig(), name)}) as llm:
+        core: Any = llm._engine.core  # type: ignore[union-attr]
+        chunked = core.executor._worker.memory.chunked
+        least, found = core.scheduler.cache.memory.chunks, defaultdict(list)
+        for _ in range(GROWTHS):
+            for name, chunks in (("one chunk more", least + 1), ("all", 1 << 20), ("back", least)):
+                chunks, before = min(chunks, core.scheduler.cache.memory.most_chunks), chunked.size
+                began = time.perf_counter()
+                core.resize_cache(chunks)
+                found[f"{name}, {abs(chunked.size - before) / 1e9:.2f} GB"].append(time.perf_counter() - began)
+                if name == "all":
+                    began = time.perf_counter()
+                    for pool in chunked._pools:
+                        pool.zero(chunked.least, chunked.blocks)
+                    torch.cuda.synchronize()
+                    found["zeros alone of all"].append(time.perf_counter() - began)
+        return {name: spread(seconds) for name, seconds in found.items()}
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -157,14 +204,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="kvern-12m", help="the checkpoint of all (kvern-12m)")
     parser.add_argument("--models", type=int, default=5, help="how many (5)")
-    parser.add_argument("--memory", default="1.15GB", help="for all models, as --models-memory (1.15GB)")
+    parser.add_argument("--beside", help="the checkpoint of one more")
+    parser.add_argument("--memory", help="for all models, as --models-memory (1.15GB on a CPU, else what is free)")
     parser.add_argument("--requests", type=int, default=60, help="in random order (60)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where they run (cpu)")
     parser.add_argument("--seed", type=int, default=0, help="of the order (0)")
     parser.add_argument("--output", type=Path, help="file for the result, JSON")
     parser.add_argument("server", nargs="*", help="options of kvern serve, after --")
     options = parser.parse_args()
+    options.memory = options.memory or ("1.15GB" if options.device == "cpu" else None)
     result = measured(options)
+    if options.device == "cuda":
+        result["seconds for more KV cache"] = growth(options.model, options.server)
     table = Table("what", "figure")
     for name, value in result.items():
         table.add_row(name, json.dumps(value))

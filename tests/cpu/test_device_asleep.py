@@ -34,8 +34,7 @@ def test_contents_come_back_whatever_has_changed() -> None:
     for turn in range(2):
         owner.change(turn)
         expected, total = [tensor.clone() for tensor in owner.kept], owner.call()
-        assert memory.leave() > 0
-        assert not torch.equal(owner.kept[0], expected[0]), "it is given back"
+        assert memory.leave() > 0 and not memory._memory.mapped  # type: ignore[attr-defined]
         memory.enter()
         assert [tensor.data_ptr() for tensor in owner.tensors] == addresses
         assert not owner.cache.any()
@@ -52,7 +51,7 @@ def test_memory_that_another_process_took_is_missed(monkeypatch: pytest.MonkeyPa
     expected = owner.parts["whole"].clone()
     memory.leave()
     with monkeypatch.context() as patched:
-        patched.setattr(HostMapped, "failing", True)
+        patched.setattr(HostMapped, "left", 60 * MIB)
         with pytest.raises(torch.OutOfMemoryError):
             memory.enter()
     memory.enter()

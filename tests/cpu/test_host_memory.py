@@ -70,7 +70,7 @@ def test_the_memory_of_a_node_is_for_the_processes_that_it_may_have(
     spec = spec_from_config(read_config(folder))
 
     def processes() -> int:
-        return Worker(config, folder, spec, CPU, Startup(), ranks=Ranks(0, 2))._memory.processes
+        return Worker(config, folder, spec, CPU, Startup(), ranks=Ranks(0, 2)).memory.processes
 
     assert processes() == 8
     for most, expected in (("1", 1), ("3", 3), ("64", 8)):

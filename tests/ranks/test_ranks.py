@@ -1,5 +1,6 @@
 """What several ranks decide together, and steps that are run in parts: the same everywhere, from plain data."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,7 +10,17 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.models.registry import spec_from_config
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepTooLarge
-from kvern.runner.plan import REQUIRED_KERNELS, FreeMemory, Layout, Plan, ProbedDevice, agree, lay_out
+from kvern.runner.plan import (
+    REQUIRED_KERNELS,
+    CacheChunks,
+    ChangingCache,
+    FreeMemory,
+    Layout,
+    Plan,
+    ProbedDevice,
+    agree,
+    lay_out,
+)
 from kvern.runner.step_parts import StepParts
 
 SPEC = spec_from_config(
@@ -63,9 +74,48 @@ def test_a_library_that_one_rank_lacks_attends_nowhere() -> None:
     assert lay_out(rooms, plan, CONFIG).attention == {"decode": "triton", "mixed": "triton"}
 
 
+MIB = 1 << 20
+
+
+def changing(own: int, most: int, unit: int = 4, fixed: int = 7 * MIB) -> FreeMemory:
+    """A rank whose cache changes, of blocks of 16 KiB."""
+    return FreeMemory(MIB, 1024, changing=ChangingCache(unit, fixed, own, most))
+
+
+def test_a_cache_that_changes_has_memory_for_one_sequence_and_addresses_for_the_largest() -> None:
+    elastic = replace(CONFIG, elastic_kv_cache=True, max_batch_requests=1000)
+    plan = agree(found(ALL, ALL), elastic, SPEC)
+    layout = lay_out([changing(64 * MIB, 100 * MIB), changing(48 * MIB, 90 * MIB, 8, 9 * MIB)], plan, elastic)
+    assert layout.blocks == 90 * 64, "of the rank with the least"
+    assert layout.chunks == CacheChunks(88, 8, 9 * MIB), "of whole units"
+    assert layout.least_chunks == 1 and layout.least_blocks == 88, "a sequence of 128 tokens"
+    assert layout.certain_bytes == 9 * MIB + 88 * 16 * 1024
+    small = lay_out([changing(2 * MIB, 100 * MIB)], plan, elastic)
+    assert small.chunk == 8 and small.blocks == 8 * 256, "chunks are small where a model has little of its own"
+    few = lay_out([changing(64 * MIB, 100 * MIB)], plan, replace(elastic, kv_cache_tokens=1000))
+    assert (few.blocks, few.chunk, few.least_chunks) == (64, 4, 2)
+    assert lay_out([changing(64 * MIB, 100 * MIB)], plan, elastic).kernels == plan.kernels
+    fixed = lay_out([FreeMemory(MIB, 1024)], plan, elastic)
+    assert (fixed.chunk, fixed.unit, fixed.certain_bytes) == (0, 0, 0), "a GPU whose cache keeps its size"
+
+
+def test_what_a_model_has_of_its_own_bounds_its_sequences_in_whole_chunks() -> None:
+    long = replace(SPEC, max_position_embeddings=8192)
+    elastic = replace(CONFIG, elastic_kv_cache=True)
+    plan = agree(found(ALL), elastic, long)
+    room = changing(5 * MIB + 100_000, 64 * MIB, 16)
+    layout = lay_out([room], plan, elastic)
+    assert (layout.max_model_len, layout.chunk) == (5 * 1024, 16), "of 326 blocks 320"
+    assert layout.least_chunks * layout.chunk_bytes <= 5 * MIB + 100_000
+    asked = replace(elastic, max_model_len=6000)
+    with pytest.raises(ConfigError, match="room for 5216 tokens"):
+        lay_out([room], agree(found(ALL), asked, long), asked)
+
+
 def test_all_of_it_can_be_sent() -> None:
     plan = agree(found(ALL), CONFIG, SPEC)
     room = FreeMemory(100_000, 100, {"decode": "triton"}, frozenset({"triton"}))
+    room = msgspec.structs.replace(room, changing=ChangingCache(1, 2, 30_000, 40_000))
     values: list[Any] = [*found(ALL), plan, room, lay_out([room], plan, CONFIG)]
     for value, kind in zip(values, (ProbedDevice, Plan, FreeMemory, Layout), strict=True):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind) == value

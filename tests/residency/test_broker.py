@@ -3,41 +3,18 @@
 import asyncio
 from typing import Any
 
-import httpx2
 import pytest
 
-from kvern.residency.keeper import Keeper
 from kvern.residency.options import ServedModel
-from kvern.serving.replica import Replica
-from tests.support.several_models import served, server_of
+from tests.support.several_models import engine_of, load, served, server_of
 
 CACHE: dict[str, Any] = {"max_model_len": 256, "kv_cache_tokens": 4096, "max_batch_requests": 5}
 SPARE = 8
 """Chunks that both models together have beyond the least of each."""
-PROMPTS = [[7 + number, *range(20, 100)] for number in range(10)]
 
 
 def models(**options: Any) -> list[ServedModel]:
     return [served(name, "kvern-1m", **{**CACHE, **options}) for name in "ab"]
-
-
-async def load(http: httpx2.AsyncClient, model: str) -> list[list[int]]:
-    """The answers to all prompts at once."""
-
-    async def ask(prompt: list[int]) -> list[int]:
-        body = {"model": model, "prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
-        answer = (await http.post("/v1/completions", json=body | {"return_token_ids": True})).json()
-        assert answer["choices"][0]["finish_reason"] == "length", answer
-        found: list[int] = answer["choices"][0]["token_ids"]
-        return found
-
-    return await asyncio.gather(*map(ask, PROMPTS))
-
-
-def engine_of(keeper: Keeper, name: str) -> Replica:
-    resident = keeper.find(name)
-    assert resident is not None and resident.client is not None
-    return next(iter(resident.client.replicas))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])

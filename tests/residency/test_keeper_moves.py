@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 
 from kvern import EngineConfig
+from kvern.cpu.cores import total_memory
 from kvern.errors import EngineClosed, EngineUnavailable
-from kvern.residency.gpus import GpuMemory
+from kvern.residency.gpus import GpuMemory, card_memory
 from kvern.residency.keeper import RESERVE_BYTES, Keeper, Resident, watch_for
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
-from kvern.residency.pressure import HostMemory, Watch
+from kvern.residency.pressure import LEAST_FREE, HostMemory, Watch
 from kvern.serving.child import EngineChild, EngineProcess
 from kvern.serving.client import EngineClient
+from tests.support.nvml import Driver
 
 PLAIN = Terms()
 STEPS = 200
@@ -166,12 +168,19 @@ def test_memory_is_read_beside_a_process_whose_name_is_cut_within_a_character() 
             child.forget()
 
 
-def test_nobody_looks_at_the_memory_for_one_model_or_for_models_of_gpus() -> None:
-    """Their footprints are bytes of a GPU."""
+def test_several_models_watch_the_memory_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
     here = ServedModel(EngineConfig("kvern-1m"))
-    there = ServedModel(EngineConfig("kvern-1m"), gpu=GpuMemory(1 << 40, 1 << 40))
-    assert watch_for([here, here]) is not None
-    assert watch_for([here]) is None and watch_for([there, there]) is None
+    there = ServedModel(EngineConfig("kvern-1m"), gpu=GpuMemory(1 << 40, 1 << 40, ("GPU-ab", "1")))
+    assert watch_for([here]) is None and watch_for([there]) is None
+    for models, total in (([here, here], total_memory()), ([there, there], 200 << 30)):
+        cards = ("GPU-ab12", 100 << 30, 99 << 30), ("GPU-cd34", 200 << 30, 50 << 30)
+        monkeypatch.setitem(sys.modules, "pynvml", Driver(*cards))  # type: ignore[arg-type]
+        watch = watch_for(models)
+        assert watch is not None
+        found = watch.look(0.0)
+        assert found is not None and found.total == total
+    assert found.free == 50 << 30 and found.spare == found.free - LEAST_FREE
+    assert card_memory(["7"]) is None
 
 
 class Reserve:

@@ -6,7 +6,6 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from kvern.errors import ConfigError, ModelNotFound
 from kvern.residency.gpus import UNKNOWN_BYTES, GpuMemory, gpu_memory, shares
 from kvern.residency.options import ServedModel, keep_alive_of, one_or_several, served_models
 from kvern.residency.policy import Terms
+from tests.support.nvml import Driver
 
 CPU = EngineConfig(device="cpu", threads=3)
 
@@ -118,6 +118,7 @@ def test_several_models_share_the_gpus_or_the_memory_of_the_machine(
     if has_gpu:
         assert [one.estimate().awake for one in found] == [one.gpu_bytes for one in found]
         assert found[1].gpu_bytes == CARD.total // 4
+        assert [one.engine.elastic_kv_cache for one in found] == [True, False], "who is given a share keeps it"
     assert all(one.gpu is None for one in served_models(CPU, models, None))
     for device in ("auto", "cuda"):
         assert one_or_several(EngineConfig(device=device), {"a": "kvern-1m"}, None)[1] == [], "one model alone"
@@ -150,30 +151,6 @@ def test_a_gpu_that_this_process_may_not_use_is_none(tmp_path: Path, monkeypatch
     monkeypatch.setattr("kvern.residency.options.GPU_FILE", tmp_path)
     monkeypatch.setattr("kvern.residency.options.seen_gpus", lambda engine: [])
     assert all(one.gpu is None for one in served_models(EngineConfig(), {"a": "kvern-1m", "b": "kvern-1m"}, None))
-
-
-class Driver:
-    """Cards as NVIDIA's driver tells of them."""
-
-    NVMLError = OSError
-
-    def __init__(self, *cards: tuple[str, int, int]) -> None:
-        self.cards = cards
-
-    def nvmlInit(self) -> None:  # noqa: N802 (the driver's name, as the others)
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:  # noqa: N802
-        return number
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return self.cards[handle][0]
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=self.cards[handle][1], free=self.cards[handle][2])
 
 
 def test_cards_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,11 +10,25 @@ from typing import Any
 import pytest
 import torch
 
+from kvern.device import chunked_memory
+from kvern.device.mapped_memory import Piece as MappedPiece
 from kvern.device.mapped_memory import Range
 from kvern.runner import device_asleep, device_page_mover
 from kvern.runner.device_page_mover import DeviceMover
 from kvern.tiers.host import HostStore
 from kvern.tiers.page_memory import Piece
+
+GRANULARITY = mmap.PAGESIZE
+"""The bytes at whose multiples memory is mapped here."""
+NOTHING = 0
+"""PROT_NONE."""
+_system = ctypes.CDLL(None, use_errno=True)
+_system.mmap.restype = ctypes.c_void_p
+_system.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+]  # fmt: skip
+for _name in ("munmap", "mprotect", "madvise"):
+    getattr(_system, _name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int][: 2 if _name == "munmap" else 3]
 
 
 class _Order:
@@ -66,7 +80,8 @@ def have_cuda_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "copy_all", _copy_all)
     monkeypatch.setattr(device_page_mover.DeviceMover, "pin", _pin)
     monkeypatch.setattr(device_page_mover.DeviceMover, "buffer", _buffer)
-    monkeypatch.setattr(device_asleep, "MappedMemory", HostMapped)
+    for module in (device_asleep, chunked_memory):
+        monkeypatch.setattr(module, "MappedMemory", HostMapped)
     everything = {"address": 0, "total_size": 1 << 63, "segment_pool_id": (0, 0)}
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
     answers = {"memory_snapshot": [everything], "cudart": runtime, "memory_reserved": 1 << 20}
@@ -75,36 +90,89 @@ def have_cuda_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HostMapped:
-    """`MappedMemory` on the host: what is given back has other contents when it is taken again."""
+    """`MappedMemory` on the host. Who touches an address without memory is ended by the system (SIGSEGV), and memory
+    that comes has contents of its own."""
 
-    failing = False
+    left: int | None = None
+    """Bytes that there still are for all of them; None: any number."""
 
     def __init__(self, device: torch.device) -> None:
-        self._memory: dict[int, mmap.mmap] = {}
-        self.is_mapped = True
+        self.device = device
+        self.granularity = GRANULARITY
+        self.pieces: list[MappedPiece] = []
+        self.mapped = 0
+        """The number of pieces that have memory."""
+        self._ranges: list[Range] = []
 
     @property
     def size(self) -> int:
-        return sum(map(len, self._memory.values()))
+        return sum(piece[0].size for piece in self.pieces)
 
     def add(self, size: int) -> Range:
-        assert self.is_mapped
-        memory = mmap.mmap(-1, size)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self._memory[address] = memory
-        return Range(address, size)
+        added = self.reserve(size)
+        self.extend([[added]])
+        return added
+
+    def reserve(self, size: int) -> Range:
+        size = -(-size // self.granularity) * self.granularity
+        address = _system.mmap(None, size, NOTHING, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        self._ranges.append(Range(address, size))
+        return self._ranges[-1]
 
     def tensor(self, address: int, size: int) -> torch.Tensor:
-        return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
+        numbers = type("Numbers", (ctypes.c_ubyte * size,), {}).from_address(address)
+        numbers.memory = self
+        return torch.frombuffer(numbers, dtype=torch.uint8)
+
+    def extend(self, pieces: Sequence[MappedPiece]) -> None:
+        before = len(self.pieces)
+        self.pieces += pieces
+        try:
+            self.map()
+        except torch.OutOfMemoryError:
+            self._unmap_to(before)
+            del self.pieces[before:]
+            raise
+
+    def cut(self, count: int) -> None:
+        self._unmap_to(count)
+        del self.pieces[count:]
 
     def unmap(self) -> None:
-        assert self.is_mapped
-        self.is_mapped = False
-        for memory in self._memory.values():
-            memory[:] = b"\xee" * len(memory)
+        self._unmap_to(0)
 
     def map(self) -> None:
-        if HostMapped.failing:
-            raise torch.OutOfMemoryError("the GPU's driver cannot map memory")
-        assert not self.is_mapped
-        self.is_mapped = True
+        before = self.mapped
+        try:
+            for piece in self.pieces[before:]:
+                self._map(piece)
+        except torch.OutOfMemoryError:
+            self._unmap_to(before)
+            raise
+
+    def _map(self, piece: MappedPiece) -> None:
+        size = piece[0].size
+        assert all(where.size == size and where.address % self.granularity == 0 for where in piece)
+        assert size % self.granularity == 0
+        if HostMapped.left is not None:
+            if size > HostMapped.left:
+                raise torch.OutOfMemoryError("the GPU's driver cannot map memory: cuMemCreate gives error 2")
+            HostMapped.left -= size
+        for where in piece:
+            assert _system.mprotect(where.address, size, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+            ctypes.memset(where.address, 0xEE, size)
+        self.mapped += 1
+
+    def _unmap_to(self, count: int) -> None:
+        while self.mapped > count:
+            self.mapped -= 1
+            for where in self.pieces[self.mapped]:
+                assert _system.madvise(where.address, where.size, mmap.MADV_DONTNEED) == 0
+                assert _system.mprotect(where.address, where.size, NOTHING) == 0
+            if HostMapped.left is not None:
+                HostMapped.left += self.pieces[self.mapped][0].size
+
+    def __del__(self) -> None:
+        self._unmap_to(0)
+        for where in self._ranges:
+            _system.munmap(where.address, where.size)

@@ -20,6 +20,7 @@ import torch
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
 from kvern.cpu.large_pages import zeros
+from kvern.device.chunked_memory import ChunkedMemory
 from kvern.spec.mixers import AttentionSpec
 
 CPU = torch.device("cpu")
@@ -34,6 +35,7 @@ class CacheOptions:
     dtype        that of the stored numbers; codes of 8 bits have scales, `eight_bit`
     groups       block tables and places of the layers; None: all layers share one table
     sinks        as `Decoder.sinks`
+    chunked      has the memory, of `chunked.all_blocks` blocks; None: the cache takes its own
     """
 
     layers: Sequence[AttentionSpec]
@@ -44,6 +46,7 @@ class CacheOptions:
     groups: LayerGroups | None = None
     eight_bit: EightBit | None = None
     sinks: Mapping[int, torch.Tensor] | None = None
+    chunked: ChunkedMemory | None = None
 
 
 def zero_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -61,16 +64,20 @@ def zero_caches(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device = CPU,
+    chunked: ChunkedMemory | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The memory of `blocks` blocks, and each layer's `[stored, its blocks, block_size, kv_heads, head_dim]` there.
 
     The memory is that of places alike in one piece, `[parts, blocks, block_size, kv_heads, head_dim]`: what is to be
-    copied with a block.
+    copied with a block. `chunked` has it if it is to come and go.
     """
     owning = [layers[owner] for owner in groups.owners]
     shapes = [(layer.stored, blocks, block_size, layer.kv_heads, layer.head_dim) for layer in owning]
     memory = {}
     for shape in dict.fromkeys(shapes):
+        if chunked is not None:
+            memory[shape] = chunked.zeros(shapes.count(shape) * shape[0], shape[2:], dtype).flatten()
+            continue
         beyond = prod(shape[2:]) if max(groups.parts, default=0) else 0  # where a part's tensor ends
         memory[shape] = zero_cache((shapes.count(shape) * prod(shape) + beyond,), dtype, device)
     firsts = [shapes[:place].count(shape) * prod(shape) for place, shape in enumerate(shapes)]

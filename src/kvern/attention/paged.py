@@ -50,7 +50,8 @@ class PagedAttention:
         self._eight_bit = cache.eight_bit
         self._layers, self._sinks = list(layers), sinks_of(layers, cache.sinks)
         self.value_dims = [layer.value_dim or layer.head_dim for layer in layers]
-        self.pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype, cache.device)
+        sizes = cache.blocks, cache.block_size, cache.dtype, cache.device
+        self.pools, self.caches = zero_caches(layers, groups, *sizes, cache.chunked)
 
     def scales(self, layer: int) -> torch.Tensor | None:
         """[2, kv_heads] float32 of a cache in 8 bits."""

@@ -148,7 +148,8 @@ class TorchAttention:
         token_bytes = max(layer.stored * layer.width for layer in layers) * self._dtype.itemsize
         self._group_tokens = GROUP_BYTES // token_bytes if device.type == "cpu" else sys.maxsize
         self._reads_prefix_once = device.type == "cpu" and all(layer.softcap is None for layer in layers)
-        self.pools, self.caches = zero_caches(layers, groups, cache.blocks, cache.block_size, cache.dtype, device)
+        sizes = cache.blocks, cache.block_size, cache.dtype, device
+        self.pools, self.caches = zero_caches(layers, groups, *sizes, cache.chunked)
         self._stores = [tuple(map(LayerStore.of, stored)) for stored in self.caches]
 
     def scales(self, layer: int) -> torch.Tensor | None:

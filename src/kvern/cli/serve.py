@@ -60,7 +60,7 @@ class ServeCommand:
         if self.server.models or self.server.models_dir is not None:
             read = imported("kvern.residency.options:one_or_several")
             engine, models = read(engine, self.server.models, self.server.models_dir)
-        if engine.elastic_kv_cache and not models and _on_cpu(engine):
+        if engine.elastic_kv_cache and not models:
             raise ConfigError(
                 "elastic_kv_cache is on, and there is one model: its cache would stay as small as one sequence; leave "
                 "it out, or serve several models"
@@ -74,10 +74,6 @@ class ServeCommand:
         for name in ("kvern.requests", "kvern.verdict"):
             logging.getLogger(name).setLevel(logging.INFO)
         uvloop.run(serve(engine, self.server, process, _say, signals, models))
-
-
-def _on_cpu(engine: EngineConfig) -> bool:
-    return engine.device == "cpu" or (engine.device == "auto" and not imported("kvern.residency.options:has_gpu")())
 
 
 def planned(engine: EngineConfig) -> EngineConfig:

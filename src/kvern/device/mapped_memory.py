@@ -6,6 +6,7 @@ physical memory is mapped to them. Captured graphs and tensors that know the add
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,74 +67,104 @@ def _address(number: int) -> ctypes.c_uint64:
     return ctypes.c_uint64(number)
 
 
+Piece = Sequence[Range]
+"""Parts of ranges that have one piece of memory behind them: one part, or several of the same size."""
+
+
 class MappedMemory:
-    """Address ranges of one GPU, all of which have memory behind them, or none has."""
+    """Address ranges of one GPU, with memory behind pieces of them: behind all of these, or behind none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ranges: list[Range] = []
+        self.pieces: list[Piece] = []
+        """Pieces that have memory, or will have it again after `map`."""
+        self._ranges: list[Range] = []
         self._handles: list[int] = []
-        place = _Location(1, torch.cuda.current_device() if device.index is None else device.index)
+        place = _location(device)
         self._allocation, self._access = _Allocation(type=1, location=place), _Access(place, 3)
-        found = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(self._allocation), 1)
-        self._granularity = found.value
+        self.granularity = granularity(device)
+        """The bytes at whose multiples pieces begin and end."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
-        return sum(each.size for each in self.ranges)
+        """The bytes of its pieces."""
+        return sum(piece[0].size for piece in self.pieces)
 
     def add(self, size: int) -> Range:
         """One more range with memory behind it, of at least so many bytes. Raises torch.OutOfMemoryError."""
-        size = -(-size // self._granularity) * self._granularity
-        found = ctypes.c_uint64()
-        _call("cuMemAddressReserve", ctypes.byref(found), _size(size), _size(0), _address(0), _address(0))
-        added = Range(found.value, size)
+        added = self.reserve(size)
         try:
-            self._map(added)
+            self.extend([[added]])
         except BaseException:
-            _call("cuMemAddressFree", _address(added.address), _size(size))
+            self._ranges.remove(added)
+            _call("cuMemAddressFree", _address(added.address), _size(added.size))
             raise
-        self.ranges.append(added)
         return added
 
+    def reserve(self, size: int) -> Range:
+        """One more range, of at least so many bytes, without memory."""
+        size = -(-size // self.granularity) * self.granularity
+        found = ctypes.c_uint64()
+        _call("cuMemAddressReserve", ctypes.byref(found), _size(size), _size(0), _address(0), _address(0))
+        self._ranges.append(Range(found.value, size))
+        return self._ranges[-1]
+
+    def extend(self, pieces: Sequence[Piece]) -> None:
+        """Have memory behind more pieces, of any contents. Raises torch.OutOfMemoryError; then none of them has."""
+        before = len(self.pieces)
+        try:
+            for piece in pieces:
+                self._map(piece)
+                self.pieces.append(piece)
+        except BaseException:
+            self.cut(before)
+            raise
+
+    def cut(self, count: int) -> None:
+        """Give back the memory behind all but the first pieces. What runs must have ended."""
+        while len(self.pieces) > count:
+            self._unmap(self.pieces[-1])
+            self.pieces.pop()
+
     def tensor(self, address: int, size: int) -> Tensor:
-        """The uint8 tensor [size] over the bytes at an address. It holds all of this memory."""
+        """The uint8 tensor [size] over the bytes at an address, the first of which has memory. It holds all of this
+        memory."""
         return torch.as_tensor(_Bytes(address, size, self), device=self.device)
 
     def unmap(self) -> None:
-        """Give the memory behind all ranges back. What runs must have ended."""
+        """Give the memory behind all pieces back, until `map`. What runs must have ended."""
         while self._handles:
-            self._unmap(self.ranges[len(self._handles) - 1])
+            self._unmap(self.pieces[len(self._handles) - 1])
 
     def map(self) -> None:
-        """Have memory behind all ranges again, of any contents. Raises torch.OutOfMemoryError; then none has."""
+        """Have memory behind all pieces again, of any contents. Raises torch.OutOfMemoryError; then none has."""
         try:
-            for each in self.ranges[len(self._handles) :]:
-                self._map(each)
+            for piece in self.pieces[len(self._handles) :]:
+                self._map(piece)
         except BaseException:
             self.unmap()
             raise
 
-    def _map(self, where: Range) -> None:
+    def _map(self, piece: Piece) -> None:
         handle = ctypes.c_uint64()
-        _call("cuMemCreate", ctypes.byref(handle), _size(where.size), ctypes.byref(self._allocation), _address(0))
+        size = _size(piece[0].size)
+        _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._allocation), _address(0))
+        mapped = 0
         try:
-            _call("cuMemMap", _address(where.address), _size(where.size), _size(0), handle, _address(0))
-            try:
-                access = ctypes.byref(self._access)
-                _call("cuMemSetAccess", _address(where.address), _size(where.size), access, _size(1))
-            except BaseException:
-                _call("cuMemUnmap", _address(where.address), _size(where.size))
-                raise
+            for where in piece:
+                _call("cuMemMap", _address(where.address), size, _size(0), handle, _address(0))
+                mapped += 1
+                _call("cuMemSetAccess", _address(where.address), size, ctypes.byref(self._access), _size(1))
         except BaseException:
+            for where in piece[:mapped]:
+                _call("cuMemUnmap", _address(where.address), size)
             _call("cuMemRelease", handle)
             raise
         self._handles.append(handle.value)
 
-    def _unmap(self, where: Range) -> None:
-        _call("cuMemUnmap", _address(where.address), _size(where.size))
+    def _unmap(self, piece: Piece) -> None:
+        for where in piece:
+            _call("cuMemUnmap", _address(where.address), _size(where.size))
         _call("cuMemRelease", _address(self._handles.pop()))
 
     def __del__(self) -> None:
@@ -141,8 +172,19 @@ class MappedMemory:
         if self._handles:
             torch.cuda.synchronize(self.device)
         self.unmap()
-        for each in self.ranges:
+        for each in self._ranges:
             _call("cuMemAddressFree", _address(each.address), _size(each.size))
+
+
+def granularity(device: torch.device) -> int:
+    """Returns the bytes at whose multiples a GPU's memory is mapped."""
+    allocation, found = _Allocation(type=1, location=_location(device)), ctypes.c_size_t()
+    _call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(allocation), 1)
+    return found.value
+
+
+def _location(device: torch.device) -> _Location:
+    return _Location(1, torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _Bytes:

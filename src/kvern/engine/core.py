@@ -100,8 +100,7 @@ class EngineCore(EngineLoop):
         self._counted = EngineStatistics(target_itl=self._pace.target)
         self._handing = HandOvers(scheduler.cache, self._counted)
         self._trial = Trial()
-        grows = scheduler.cache.memory.most_chunks > 1
-        self._forecast = CacheForecast(scheduler, timing.clock) if grows else None
+        self._forecast = CacheForecast(scheduler, timing.clock) if scheduler.cache.memory.most_chunks > 1 else None
 
     @property
     def has_work(self) -> bool:
@@ -264,6 +263,7 @@ class EngineCore(EngineLoop):
             self.executor.map_cache(memory.capacity)
         else:
             self.scheduler.resize(-(-self.executor.map_cache(memory.blocks_in(chunks)) // memory.chunk))
+        self._counted.cache_refused = chunks if memory.chunks < chunks else 0
         return memory.chunks, events
 
     def _forget_unused(self) -> None:

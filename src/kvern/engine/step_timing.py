@@ -31,7 +31,7 @@ def time_steps(executor: Executor, layout: Layout) -> tuple[float, StepCosts] | 
 
     It is to be called before there are requests, whose rows and blocks it writes.
     """
-    if min(layout.max_batch_requests, layout.blocks) < 2:
+    if min(layout.max_batch_requests, layout.least_blocks) < 2:
         return None
     timing = _Timing(executor, layout)
     if timing.longest < 2:
@@ -62,9 +62,9 @@ class _Timing:
 
     def __init__(self, executor: Executor, layout: Layout) -> None:
         self._executor, self._depth = executor, layout.depth
-        size, tokens = layout.block_size, layout.blocks * layout.block_size
-        rows = min(DECODES + 1, layout.max_batch_requests, layout.blocks, max(2, tokens // (2 * CONTEXT)))
-        blocks = min(layout.blocks // rows, -(-layout.max_model_len // size))
+        size, most = layout.block_size, layout.least_blocks
+        rows = min(DECODES + 1, layout.max_batch_requests, most, max(2, most * size // (2 * CONTEXT)))
+        blocks = min(most // rows, -(-layout.max_model_len // size))
         room = min(blocks * size, layout.max_model_len) - PLAIN
         self.requests = rows - 1
         self.context = max(1, min(CONTEXT, room // 2))

@@ -96,6 +96,8 @@ class CacheSize(EngineSeconds, array_like=True, gc=False):
     """The chunks that running requests would hold if their last ones were full."""
     cache_wanted: int = 0
     """The chunks that running and waiting requests will need until their ends, by a forecast."""
+    cache_refused: int = 0
+    """The chunks that it was last asked to have, if a GPU had no memory for as many; 0: it has what was asked."""
 
 
 class EngineStatistics(CacheSize, array_like=True, gc=False):
@@ -142,6 +144,7 @@ class EngineStatistics(CacheSize, array_like=True, gc=False):
             cache_touched=0,
             cache_held=0,
             cache_wanted=0,
+            cache_refused=0,
         )
 
     @property

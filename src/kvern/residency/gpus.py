@@ -2,14 +2,20 @@
 
 Every model counts on every card alike, also one that runs on some of them. A model that names no `gpu_memory_share`
 gets room for its weights and for steps, and for its KV cache a part of what is left that is as large as its weights'
-part of all; if they have no room beside each other, a quarter of its weights.
+part of all; if they have no room beside each other, a quarter of its weights. Once it is loaded it counts with what it
+always has: of its cache one sequence. The rest is spare, and the caches of models that are awake agree on it.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvern.errors import ConfigError
+from kvern.residency.pressure import LEAST_FREE, HostMemory
+
+if TYPE_CHECKING:
+    import pynvml
 
 logger = logging.getLogger("kvern")
 
@@ -21,6 +27,8 @@ STEPS_SHARE = 0.1
 LEAST_CACHE_BYTES = 1 << 30
 CACHE_SHARE = 0.25
 """The least KV cache of a model, as a share of its weights."""
+LATER_BYTES, LATER_SHARE = 512 << 20, 0.05
+"""The bytes, and the part of its share, that a model leaves free or takes later than at its start."""
 UNKNOWN_BYTES = 16 << 30
 """An estimate of the weights of a model that is not on this machine yet."""
 
@@ -31,6 +39,29 @@ class GpuMemory:
 
     total: int
     usable: int
+    names: tuple[str, ...] = field(default=(), compare=False)
+    """The GPUs, as in CUDA_VISIBLE_DEVICES."""
+
+
+class CardMemory(HostMemory):
+    """The memory that the fullest of some GPUs has left. What engines take in steps they hold already."""
+
+    @property
+    def floor(self) -> int:
+        """The bytes that shall stay free."""
+        return LEAST_FREE
+
+
+def card_memory(names: Sequence[str]) -> CardMemory | None:
+    """Reads what memory is free; None if the driver does not tell it now."""
+    import pynvml
+
+    try:
+        found = _memory_of(names)
+    except pynvml.NVMLError:
+        return None
+    least = min(found, key=lambda each: each.free, default=None)
+    return None if least is None else CardMemory(int(least.free), int(least.total))
 
 
 def gpu_memory(names: Sequence[str], *, is_shared_out: bool = False) -> GpuMemory:
@@ -42,15 +73,7 @@ def gpu_memory(names: Sequence[str], *, is_shared_out: bool = False) -> GpuMemor
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-        every = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in every]
-        found = [
-            pynvml.nvmlDeviceGetMemoryInfo(handle)
-            for name in names
-            for number, (handle, uuid) in enumerate(zip(every, uuids, strict=True))
-            if (number == int(name) if name.isdecimal() else uuid.startswith(name))
-        ]
+        found = _memory_of(names)
     except pynvml.NVMLError as error:
         raise ConfigError(f"the driver does not tell the memory of GPUs {', '.join(names)}: {error}") from error
     if len(found) < len(names):
@@ -60,7 +83,22 @@ def gpu_memory(names: Sequence[str], *, is_shared_out: bool = False) -> GpuMemor
         held = (total - free) / 1e9
         logger.warning("other programs hold %.1f of %.1f GB of a GPU that models share", held, total / 1e9)
         is_shared_out = False
-    return GpuMemory(total, total if is_shared_out else int(USABLE * free))
+    return GpuMemory(total, total if is_shared_out else int(USABLE * free), tuple(names))
+
+
+def _memory_of(names: Sequence[str]) -> "list[pynvml.c_nvmlMemory_t]":
+    """Returns what the driver tells of GPUs, as far as it knows them. Raises NVMLError."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    every = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+    uuids = [pynvml.nvmlDeviceGetUUID(handle) for handle in every]
+    return [
+        pynvml.nvmlDeviceGetMemoryInfo(handle)
+        for name in names
+        for number, (handle, uuid) in enumerate(zip(every, uuids, strict=True))
+        if (number == int(name) if name.isdecimal() else uuid.startswith(name))
+    ]
 
 
 def shares(weights: Sequence[int], given: Sequence[float | None], memory: GpuMemory) -> list[float]:

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
 from kvern.observe.metrics import ModelFigures
 from kvern.residency.broker import settle, taken, touched
+from kvern.residency.gpus import card_memory
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import STATES, Decision, Footprint, Move, Residency, State
 from kvern.residency.pressure import Watch
@@ -89,6 +91,7 @@ class Keeper:
         self._by_name = {resident.name: resident for resident in self.residents}
         self._reserve = process
         self._watch = watch
+        self._on_gpu = any(model.gpu is not None for model in models)
         self._makers = ThreadPoolExecutor(len(models), "kvern-models")  # downloads may take hours
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -216,13 +219,16 @@ class Keeper:
                     self._sees_at = self._watch.next_at = now + GIVEN_BACK_SECONDS
                 if self._sees_at is not None and now < self._sees_at:
                     return self._sees_at
-            if self._reserve is not None and host is not None and host.spare < 0:
+            reserve = None if self._on_gpu else self._reserve  # that process is on no GPU
+            if reserve is not None and host is not None and host.spare < 0:
                 self._end_reserve()
                 self._watch.freed(RESERVE_BYTES)
+                reserve = None
             host = self._watch.look(now)
-            if self._reserve is not None and host is not None:  # the next model may be loaded in that process
+            if reserve is not None and host is not None:  # the next model may be loaded in that process
                 host = replace(host, free=host.free + RESERVE_BYTES)
             self.residency.host = host
+            self.residency.lent = touched(self._awake) if self._on_gpu else 0
         decision = self.residency.decide(now)
         if not given_back:
             self._agree()
@@ -296,7 +302,8 @@ class Keeper:
             if self._watch is not None:
                 self._watch.renew()
             self._news.set()
-        spare = RESERVE_BYTES if self.residency.host is None else self.residency.host.spare
+        host = None if self._on_gpu else self.residency.host
+        spare = RESERVE_BYTES if host is None else host.spare
         if self._reserve is None and self._closed is None and "cold" in self.residency.states.values():
             self._reserve = EngineChild() if spare >= RESERVE_BYTES else None
 
@@ -328,11 +335,7 @@ class Keeper:
             if slept == [*_links(client)]:
                 footprint = replace(self.residency.footprint(resident.name), wake_seconds=seconds)
             else:
-                on_gpu = resident.model.gpu_bytes
-                held = await asyncio.to_thread(memory_of, client) if on_gpu is None else on_gpu
-                asleep = min(held // 2, ASLEEP_BYTES) if client.sleeps else None
-                cache = sum(link.ready.least_cache_bytes for link in _links(client))
-                footprint = Footprint(held, seconds, asleep, seconds / LOADS_TO_WAKES, cache)
+                footprint = await self._measured(resident, client, seconds)
             if resident.client is None:
                 self.known(client)
         except Exception as error:
@@ -351,6 +354,17 @@ class Keeper:
         for waiter in resident.waiting:
             if not waiter.done():
                 waiter.set_result(None)
+
+    async def _measured(self, resident: Resident, client: EngineClient, seconds: float) -> Footprint:
+        """Returns what a model takes that was loaded in so many seconds."""
+        if (share := resident.model.gpu_bytes) is None:
+            held = await asyncio.to_thread(memory_of, client)
+            cache = sum(link.ready.least_cache_bytes for link in _links(client))
+        else:
+            held = max(link.ready.gpu_bytes for link in _links(client)) or share
+            cache = min(held, resident.model.estimate(client.folder).cache)
+        asleep = min(held // 2, ASLEEP_BYTES) if client.sleeps else None
+        return Footprint(held, seconds, asleep, seconds / LOADS_TO_WAKES, cache)
 
     async def _start(self, client: EngineClient, again: bool, slept: bool) -> None:
         """Starts a model's engines, or wakes them if they `slept`.
@@ -413,8 +427,11 @@ class Keeper:
 
 
 def watch_for(models: Sequence[ServedModel]) -> Watch | None:
-    """Returns what tells how much memory is left for several models in the memory of this machine; None for others."""
-    return Watch() if len(models) > 1 and models[0].gpu is None else None
+    """Returns what tells how much memory is left for several models, here or on their GPUs; None for one model."""
+    if len(models) <= 1:
+        return None
+    gpu = models[0].gpu
+    return Watch() if gpu is None else Watch(partial(card_memory, gpu.names))
 
 
 def _end(resident: Resident, error: KvernError) -> None:

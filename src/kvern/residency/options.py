@@ -15,7 +15,7 @@ from kvern.io.files import read_object
 from kvern.models.hub import WEIGHTS, local_model
 from kvern.options.values import converted
 from kvern.plugins import imported
-from kvern.residency.gpus import GpuMemory, gpu_memory, share_alone, shares
+from kvern.residency.gpus import LATER_BYTES, LATER_SHARE, GpuMemory, gpu_memory, share_alone, shares
 from kvern.residency.policy import Footprint, Terms
 from kvern.serving.places import seen_gpus
 
@@ -102,7 +102,8 @@ class ServedModel:
         weights = _size(files)
         seconds = START_SECONDS + weights / BYTES_PER_SECOND
         if self.gpu_bytes is not None:
-            return Footprint(self.gpu_bytes, seconds)
+            later = min(self.gpu_bytes, LATER_BYTES + int(LATER_SHARE * self.gpu_bytes))
+            return Footprint(self.gpu_bytes, seconds, cache=later)
         cache = self._cache_bytes(files)
         return Footprint(PROCESS_BYTES + int(1.1 * weights) + cache, seconds, cache=cache)
 
@@ -184,8 +185,10 @@ def _placed(models: list[ServedModel], weights: Sequence[int]) -> list[ServedMod
     found = shares([size // one.engine.ranks for one, size in zip(models, weights, strict=True)], given, memory)
     placed = []
     for one, share, size in zip(models, found, weights, strict=True):
-        engine = dataclasses.replace(one.engine, enable_sleep=True, gpu_memory_share=share)
-        is_guess = one.engine.gpu_memory_share is None and not size
+        chosen = one.engine.gpu_memory_share is None
+        elastic = one.engine.elastic_kv_cache or chosen
+        engine = dataclasses.replace(one.engine, enable_sleep=True, gpu_memory_share=share, elastic_kv_cache=elastic)
+        is_guess = chosen and not size
         placed.append(dataclasses.replace(one, engine=engine, gpu=memory, is_guess=is_guess))
     return placed
 

@@ -154,7 +154,9 @@ class Residency:
     def __init__(self, memory: int, half_life: float = HALF_LIFE) -> None:
         self.memory = memory
         self.host: HostMemory | None = None
-        """What the machine has left at the time of a decision; None: it does not matter."""
+        """What the machine, or the GPU, has left at the time of a decision; None: it does not matter."""
+        self.lent = 0
+        """Bytes beyond that, which KV caches give back when a model wakes."""
         self._half_life = half_life
         self._models: dict[str, _Model] = {}
 
@@ -376,8 +378,8 @@ class Residency:
         return sum(one.footprint.given_back(one.state, one.target or "cold") for one in leaving)
 
     def _host_lacks(self, added: int) -> int:
-        """Returns the bytes that the machine lacks for so many more."""
-        return 0 if self.host is None else max(0, added - self.host.spare)
+        """Returns the bytes that the machine lacks for so many more of a wake; 0: beside what there is."""
+        return 0 if self.host is None else max(0, added - self.host.spare - (self.lent if added else 0))
 
     def _left_by_leaving(self) -> int:
         """Returns the bytes that models give back which are about to sleep or end."""

@@ -37,7 +37,7 @@ def memory_asleep(owner: object, memory: DeviceMemory, folder: Path, emptied: Se
     if memory.device.type == "cuda":
         from kvern.runner.device_asleep import DeviceMemoryAsleep
 
-        return DeviceMemoryAsleep(owner, memory.device, emptied, memory.processes)
+        return DeviceMemoryAsleep(owner, memory.device, emptied, memory.processes, memory.chunked)
     from kvern.cpu.asleep import SleepingMemory
 
     return SleepingMemory(folder, emptied)

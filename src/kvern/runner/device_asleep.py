@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvern.cpu.cores import available_memory
+from kvern.device.chunked_memory import ChunkedMemory
 from kvern.device.copies import copy_all
 from kvern.device.mapped_memory import MappedMemory
 from kvern.device.pinned import PINNED_BYTES, Pins
@@ -44,13 +45,21 @@ class _Part(NamedTuple):
 class DeviceMemoryAsleep:
     """`MemoryAsleep` of a GPU."""
 
-    def __init__(self, owner: object, device: torch.device, emptied: Sequence[Tensor], processes: int = 1) -> None:
+    def __init__(
+        self,
+        owner: object,
+        device: torch.device,
+        emptied: Sequence[Tensor],
+        processes: int = 1,
+        chunked: ChunkedMemory | None = None,
+    ) -> None:
         """`owner`: an object from which all tensors are found that are worth it, and of which no graph was captured.
 
         `emptied`: caches among them, whose contents are not needed again; they become zeros. `processes`: so many copy
-        as much to the host. Raises torch.OutOfMemoryError.
+        as much to the host. `chunked`: memory of caches that goes besides. Raises torch.OutOfMemoryError.
         """
         self.device = device
+        self._chunked = chunked
         self._memory = MappedMemory(device)
         found = _by_storage(owner, device)
         empty = {tensor.untyped_storage().data_ptr() for tensor in emptied}
@@ -93,12 +102,20 @@ class DeviceMemoryAsleep:
         self._copy([self._parts[place] for place in changed], to_host=True)
         self._sums = sums
         self._memory.unmap()
+        if self._chunked is not None:
+            self._chunked.leave()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device) + CONTEXT_BYTES
 
     def enter(self) -> None:
         """See `MemoryAsleep`."""
         self._memory.map()
+        try:
+            if self._chunked is not None:
+                self._chunked.enter()
+        except BaseException:
+            self._memory.unmap()
+            raise
         self._copy(self._parts, to_host=False)
         self._zero()
         torch.cuda.synchronize(self.device)

@@ -95,6 +95,8 @@ class Executor:
         Returns the bytes that this process still takes of its GPU; 0 on a CPU.
         """
         self.weights.settle()
+        if (chunked := self._worker.memory.chunked) is not None:
+            map_blocks(self._worker.runner, chunked, chunked.least)
         return self._worker.sleeping.leave()
 
     def wake(self) -> None:
@@ -103,7 +105,7 @@ class Executor:
 
     def map_cache(self, blocks: int) -> int:
         """Have memory behind the first blocks of the KV cache alone; returns how many have some. No step runs."""
-        return map_blocks(self._worker.runner.pools, blocks)
+        return map_blocks(self._worker.runner, self._worker.memory.chunked, blocks)
 
     def begin_counting(self) -> None:
         """The steps so far, which were for measurements, are no part of `count_experts`."""
@@ -172,12 +174,12 @@ def tiered(execute: Execute, tier: "Tier | None", runner: Runner, ranks: Ranks =
 
     execute = computing(execute)
     if tier is not None:
-        agree = None if ranks.processes == 1 else partial(_least, ranks, runner)
+        agree = None if ranks.processes == 1 else partial(least_of, ranks, runner)
         execute = TieredSteps(execute, tier, agree).execute
     return execute if runner.embeddings is None else EncodedSteps(execute, runner.embeddings, ranks).execute
 
 
-def _least(ranks: Ranks, runner: Runner, counts: list[int]) -> list[int]:
+def least_of(ranks: Ranks, runner: Runner, counts: list[int]) -> list[int]:
     """Returns the least of what all ranks have at each place."""
     found: list[int] = ranks.least(torch.tensor(counts, device=runner.caches[0].device)).tolist()
     return found

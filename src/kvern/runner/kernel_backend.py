@@ -65,10 +65,11 @@ from kvern.runner.memory import (
     bytes_of_state,
     bytes_of_token,
     cache_bytes,
+    changing_cache,
     choose_groups,
     report_others,
 )
-from kvern.runner.plan import FreeMemory, Layout, Plan
+from kvern.runner.plan import ChangingCache, FreeMemory, Layout, Plan, is_elastic
 from kvern.runner.prompt_graphs import PromptKind, reading_shapes
 from kvern.runner.startup import Startup
 from kvern.runner.step_graphs import DeviceModel, GraphMemory, StepGraphs, StepKind
@@ -297,6 +298,7 @@ class KernelBackend:
                 graphs += bytes_of_packed(self._plan, token_bytes, state_bytes)
                 graphs += STAGES * STAGE_BYTES + STEPS_STAGE_BYTES
             room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
+            changing = self._changing(loaded, graphs + state_bytes)
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
         return FreeMemory(
@@ -308,7 +310,17 @@ class KernelBackend:
             window=self.groups.window or 0,
             window_tables=self.groups.window_tables,
             whole=self.groups.whole,
+            changing=changing,
         )
+
+    def _changing(self, loaded: LoadedModel, reserved: int) -> ChangingCache | None:
+        """The bounds of a cache that changes. Layers with windows have a fixed one: all of it is theirs."""
+        if self.groups.window_tables or not is_elastic(self._config):
+            return None
+        kinds = [(self._spec, getattr(torch, self._plan.cache_dtype))]
+        if loaded.draft is not None:
+            kinds.append((loaded.draft.decoder.spec, getattr(torch, self._plan.plain_cache_dtype)))
+        return changing_cache(self._memory, reserved, kinds, self._config.block_size)
 
     def runner(self, loaded: LoadedModel, layout: Layout) -> DeviceRunner:
         """The runner over a KV cache of this layout, and one more block that pads batches."""
@@ -316,7 +328,8 @@ class KernelBackend:
         with self._startup.stage("cache"):
             dtype = getattr(torch, layout.dtype)
             groups = self.groups if layout.window_tables else None
-            sizes = layout.blocks + 1, layout.block_size
+            chunked = self._memory.chunked
+            sizes = layout.blocks + 1 if chunked is None else chunked.all_blocks, layout.block_size
             chosen = layout.attention
             decoder = loaded.decoder
             eight_bit = loaded.eight_bit
@@ -360,7 +373,9 @@ class KernelBackend:
             return medusa_drafter(decoder, rows, drawn)
         dtype = getattr(torch, self._plan.plain_cache_dtype)
         chosen = {} if self._choice is None else self._choice.phases
-        attention = self._attention(layout.blocks + 1, size, dtype, chosen, decoder, None)
+        chunked = self._memory.chunked
+        blocks = layout.blocks + 1 if chunked is None else chunked.all_blocks
+        attention = self._attention(blocks, size, dtype, chosen, decoder, None)
         tokens, captures = layout.max_batch_tokens, self._config.cuda_graphs
         return make_drafter(decoder, attention, rows, size, tokens, drawn=drawn, cuda_graphs=captures)
 
@@ -376,7 +391,7 @@ class KernelBackend:
     ) -> AttentionBackend[DeviceBatch]:
         """The backend of attention: the libraries that are chosen for each phase, or PyTorch if none is."""
         sizes = blocks, block_size, dtype, self._device
-        cache = CacheOptions(self._layers, *sizes, groups, eight_bit, decoder.sinks)
+        cache = CacheOptions(self._layers, *sizes, groups, eight_bit, decoder.sinks, self._memory.chunked)
         if self._choice is None or not chosen:
             return TorchAttention(cache)
         phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})

@@ -96,6 +96,9 @@ class Runner(Protocol):
     def idle(self) -> bool:
         """Make one thing that steps would run faster with, while none runs; whether there are more."""
 
+    def forget_blocks(self, blocks: range) -> None:
+        """Name blocks no longer, which no request has: they have no memory, and kernels may look at what rows name."""
+
     def assist(self) -> None:
         """Take part in a step of ranks in DP attention, in which this rank has no rows."""
 

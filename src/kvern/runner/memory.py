@@ -10,7 +10,9 @@ import torch
 from kvern.attention.groups import LayerGroups, group_layers
 from kvern.config import EngineConfig
 from kvern.cpu.cores import available_memory
-from kvern.runner.plan import Plan
+from kvern.device.chunked_memory import ChunkedMemory, blocks_of_a_piece
+from kvern.device.mapped_memory import granularity
+from kvern.runner.plan import ChangingCache, Layout, Plan
 from kvern.spec.model import ModelSpec
 
 logger = logging.getLogger("kvern")
@@ -54,7 +56,9 @@ class DeviceMemory:
         self.share = share
         self.processes = processes
         self.mapped = 0
-        """Bytes that other ranks' GPUs write to, which PyTorch does not count."""
+        """Bytes that PyTorch does not count: what other GPUs write to, and what goes while the engine is asleep."""
+        self.chunked: ChunkedMemory | None = None
+        """The memory of KV caches that change while the engine runs, once there is a layout for them."""
         if device.type == "cuda" and torch.cuda.memory_reserved(device):
             gc.collect()  # engines of this process that ended hold theirs until then, and PyTorch what they gave back
             torch.cuda.empty_cache()
@@ -65,8 +69,19 @@ class DeviceMemory:
     def free_and_total(self) -> tuple[int, int]:
         """Bytes of the GPU that this engine may still take, and that there are in all."""
         free, total = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_reserved(self.device) - self._held_before + self.mapped
-        return left_of_share(free, total, held, self.share), total
+        return left_of_share(free, total, self.held, self.share), total
+
+    @property
+    def held(self) -> int:
+        """Bytes of the GPU that this engine always has, beside its context."""
+        own = torch.cuda.memory_reserved(self.device) - self._held_before + self.mapped
+        return own + (0 if self.chunked is None else self.chunked.least_bytes)
+
+    def divide(self, layout: Layout) -> None:
+        """Have memory for KV caches in chunks from now on, if the layout says so."""
+        if layout.unit:
+            sizes = layout.blocks, layout.chunk, layout.least_blocks, layout.unit
+            self.chunked = ChunkedMemory(self.device, *sizes)
 
 
 def left_of_share(free: int, total: int, held: int, share: float | None) -> int:
@@ -135,8 +150,34 @@ def cache_bytes(memory: DeviceMemory, token_bytes: int, reserved: int | None = N
         free, total = memory.free_and_total()
         if reserved is None:
             return int(free * GPU_MEMORY_SHARE)
-        return max(0, free - reserved - MARGIN_BYTES - int(MARGIN_SHARE * (memory.share or 1) * total))
+        return max(0, free - reserved - margin(memory.share, total))
     return host_cache_bytes(available_memory() // memory.processes, token_bytes, state_bytes)
+
+
+def margin(share: float | None, total: int) -> int:
+    """Bytes of a card of `total` bytes that an engine leaves free of its share."""
+    return MARGIN_BYTES + int(MARGIN_SHARE * (share or 1) * total)
+
+
+def changing_cache(
+    memory: DeviceMemory, reserved: int, kinds: Iterable[tuple[ModelSpec, torch.dtype]], block_size: int
+) -> ChangingCache | None:
+    """The bounds of a GPU's cache that changes, of models with keys and values of these dtypes; None on a CPU.
+
+    `reserved`: bytes that steps will take. What others have of the card now, they may give back.
+    """
+    if memory.device.type != "cuda":
+        return None
+    total = torch.cuda.mem_get_info(memory.device)[1]
+    fixed = memory.held + CONTEXT_BYTES + reserved + margin(memory.share, total)
+    sizes = {
+        block_size * layer.kv_heads * layer.head_dim * dtype.itemsize
+        for spec, dtype in kinds
+        for layer in spec.attentions
+    }
+    unit = blocks_of_a_piece(granularity(memory.device), sizes)
+    own = total if memory.share is None else int(memory.share * total)
+    return ChangingCache(unit, fixed, max(0, own - fixed), max(0, total - fixed))
 
 
 def host_cache_bytes(available: int, token_bytes: int, state_bytes: int = 0) -> int:

@@ -11,7 +11,7 @@ activations leave is the cache's. All of these are plain data that can be sent.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,10 @@ EIGHT_BIT = {"fp8": "float8_e4m3fn", "int8": "int8"}
 MOST_POSITIONS = 16
 """Blocks that are numbered for each that has memory."""
 MOST_CHUNKS = 64
-"""The most pieces in which the memory of a KV cache is taken and given back."""
+"""The most pieces in which the memory of a KV cache is taken and given back, if they are not to be smaller."""
+MOST_SMALL_CHUNKS = 256
+"""The most pieces on a GPU, where a model's own part of the memory has `OWN_CHUNKS` at least."""
+OWN_CHUNKS = 16
 BATCH_REQUESTS = {"cpu": 256, "cuda": 512}
 BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}
 
@@ -88,6 +91,32 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
 
+class ChangingCache(msgspec.Struct, frozen=True):
+    """The bounds of a KV cache on a GPU whose memory changes while the engine runs.
+
+    unit         blocks that have memory of their own at least
+    fixed_bytes  what the engine takes of the card beside its cache
+    own_bytes    what its share of the card leaves for the cache: one sequence must fit
+    most_bytes   what the whole card would leave
+    """
+
+    unit: int
+    fixed_bytes: int
+    own_bytes: int
+    most_bytes: int
+
+
+class CacheChunks(msgspec.Struct, frozen=True):
+    """A cache that changes while the engine runs: the memory of `blocks` blocks is taken and given back at once.
+
+    `unit`, `fixed_bytes`: as of a GPU's `ChangingCache`, with the bytes of states; 0: it is in a CPU's memory.
+    """
+
+    blocks: int
+    unit: int = 0
+    fixed_bytes: int = 0
+
+
 class FreeMemory(msgspec.Struct, frozen=True):
     """The memory that one rank has left for keys and values, of which a token takes `token_bytes` over all layers.
 
@@ -96,7 +125,8 @@ class FreeMemory(msgspec.Struct, frozen=True):
     digest of those of a cache in 8 bits. `window`: of layers that have `window_tables` block tables of their own;
     `whole`: whether there are others, which keep all tokens.
     `most_drafts`: of a request in a step, by who guesses on the device; None: it makes any number. `catches_up`: that
-    one has to compute a text before it guesses how it goes on.
+    one has to compute a text before it guesses how it goes on. `changing`: None: the cache keeps its size, or is in a
+    CPU's memory.
     """
 
     cache_bytes: int
@@ -110,6 +140,7 @@ class FreeMemory(msgspec.Struct, frozen=True):
     whole: bool = True
     most_drafts: int | None = None
     catches_up: bool = True
+    changing: ChangingCache | None = None
 
     @property
     def blocks_of_column(self) -> int:
@@ -125,8 +156,7 @@ class Layout(msgspec.Struct, frozen=True):
     ranks, of those of a cache in 8 bits. `states`: places for those of recurrent layers; 0: the model has none.
     `positions`: as of `WindowLimits`.
     `most_drafts`, `catches_up`: as of a `FreeMemory`. `kernels`: as of a `Plan`.
-    `chunk`: the memory of so many blocks is taken and given back at once while the engine runs; 0: all of it is taken
-    at the start.
+    `chunks`: None: all memory is taken at the start.
     """
 
     max_model_len: int
@@ -148,7 +178,29 @@ class Layout(msgspec.Struct, frozen=True):
     most_drafts: int | None = None
     catches_up: bool = True
     kernels: frozenset[str] = frozenset()
-    chunk: int = 0
+    chunks: CacheChunks | None = None
+
+    @property
+    def chunk(self) -> int:
+        """The blocks of a chunk; 0: the cache keeps its size."""
+        return 0 if self.chunks is None else self.chunks.blocks
+
+    @property
+    def unit(self) -> int:
+        """The blocks that have memory of their own at least, of a GPU's cache that changes; 0: it is no such one."""
+        return 0 if self.chunks is None else self.chunks.unit
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of a chunk."""
+        return self.chunk * self.block_size * self.token_bytes
+
+    @property
+    def certain_bytes(self) -> int:
+        """The bytes that the engine always takes of its GPU; 0: its cache does not change, or is in a CPU's memory."""
+        if self.chunks is None or not self.unit:
+            return 0
+        return self.chunks.fixed_bytes + self.least_chunks * self.chunk_bytes
 
     @property
     def least_chunks(self) -> int:
@@ -156,6 +208,11 @@ class Layout(msgspec.Struct, frozen=True):
         if self.window_tables:
             return -(-self.blocks // self.chunk)
         return math.ceil(math.ceil(self.max_model_len / self.block_size) / self.chunk)
+
+    @property
+    def least_blocks(self) -> int:
+        """The blocks that have memory at the start, on a CPU once they are used."""
+        return min(self.least_chunks * self.chunk, self.blocks) if self.unit else self.blocks
 
     @property
     def cached_tokens(self) -> int:
@@ -234,10 +291,13 @@ def lay_out(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> La
             f"the states of {requests} requests take {state_bytes / 2**20:.0f} MiB, and the cache's memory is "
             f"{most / 2**20:.0f} MiB: lower max_batch_requests{', or leave prefix_cache off' * config.prefix_cache}"
         )
-    if tokens is None:
+    changing = _changing(rooms, longest * requests, state_bytes, config)
+    if changing is not None:
+        tokens = changing.blocks * config.block_size
+    elif tokens is None:
         room_for = min((room.cache_bytes - state_bytes) // room.token_bytes for room in rooms)
         tokens = min(longest * requests, max(room_for, 0))
-    reach = longest_fitting(tokens, room, plan, config)
+    reach = longest_fitting(tokens, room, plan, config) if changing is None else changing.own_tokens
     if 0 < reach < longest and config.max_model_len is None:
         logger.warning("max_model_len is %d, not the model's %d: the KV cache has no room for more", reach, longest)
         longest = reach
@@ -246,8 +306,8 @@ def lay_out(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> La
     blocks = -(-tokens // block_size) * room.blocks_of_column if paged else tokens // max(block_size, 1)
     if reach < longest or not blocks:
         raise ConfigError(
-            f"the KV cache has room for {reach} tokens ({tokens * token_bytes / 2**20:.0f} MiB), below max_model_len "
-            f"{longest}: raise kv_cache_tokens or gpu_memory_share, free memory, or lower max_model_len"
+            f"the KV cache has room for {reach} tokens ({min(tokens, reach) * token_bytes / 2**20:.0f} MiB), below "
+            f"max_model_len {longest}: raise kv_cache_tokens or gpu_memory_share, free memory, or lower max_model_len"
         )
     requests = requests if paged else min(requests, blocks)
     return Layout(
@@ -270,14 +330,43 @@ def lay_out(rooms: Sequence[FreeMemory], plan: Plan, config: EngineConfig) -> La
         most_drafts=room.most_drafts,
         catches_up=room.catches_up,
         kernels=plan.kernels,
-        chunk=-(-blocks // MOST_CHUNKS) if _is_elastic(plan, config) else 0,
+        chunks=_chunks(blocks, plan, config) if changing is None else changing.chunks,
     )
 
 
-def _is_elastic(plan: Plan, config: EngineConfig) -> bool:
-    """True if the memory of the KV cache changes while the engine runs."""
-    may = config.kv_cache == "paged" and plan.device == "cpu" and not config.enable_dp_attention
-    return config.elastic_kv_cache and may
+def is_elastic(config: EngineConfig) -> bool:
+    """True if the memory of the KV cache changes while the engine runs, on a GPU if its tokens have one block table."""
+    return config.elastic_kv_cache and config.kv_cache == "paged" and not config.enable_dp_attention
+
+
+class _Changing(NamedTuple):
+    """The sizes in blocks of a GPU's cache that changes; `own_tokens`: those for which it always has memory."""
+
+    blocks: int
+    own_tokens: int
+    chunks: CacheChunks
+
+
+def _chunks(blocks: int, plan: Plan, config: EngineConfig) -> CacheChunks | None:
+    """The chunks of a cache in a CPU's memory; None: all of it is taken at the start."""
+    return CacheChunks(-(-blocks // MOST_CHUNKS)) if plan.device == "cpu" and is_elastic(config) else None
+
+
+def _changing(rooms: Sequence[FreeMemory], usable: int, state_bytes: int, config: EngineConfig) -> _Changing | None:
+    """Size a GPU's cache that changes, of at most `usable` tokens; None: it does not, or is in a CPU's memory."""
+    found = [(room, room.changing) for room in rooms if room.changing is not None]
+    if not found:
+        return None
+    unit, size = max(each.unit for _, each in found), config.block_size
+    own = min(max(0, each.own_bytes - state_bytes) // (size * room.token_bytes) for room, each in found)
+    most = min(max(0, each.most_bytes - state_bytes) // (size * room.token_bytes) for room, each in found)
+    wanted = config.kv_cache_tokens or usable
+    blocks = min(-(-wanted // size), most)
+    chunk = max(unit, min(-(-blocks // MOST_CHUNKS), own // OWN_CHUNKS) // unit * unit)
+    certain = own if config.max_model_len else own // chunk * chunk
+    blocks = min(-(-blocks // unit) * unit, MOST_SMALL_CHUNKS * chunk)
+    fixed = max(each.fixed_bytes for _, each in found)
+    return _Changing(blocks, min(certain * size, wanted), CacheChunks(chunk, unit, fixed + state_bytes))
 
 
 def _depth(plan: Plan, config: EngineConfig) -> int:

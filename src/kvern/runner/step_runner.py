@@ -186,6 +186,10 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         """There is nothing to capture."""
         return False
 
+    def forget_blocks(self, blocks: range) -> None:
+        table = self._rows.block_table
+        table.masked_fill_((table >= blocks.start) & (table < blocks.stop), 0)
+
     def abandon(self) -> None:
         if self.model.embeddings is not None:
             self.model.embeddings.abandon()

@@ -112,7 +112,7 @@ class Worker:
             self._spec = part_of_stage(self._shared, ranks.stage)
         self._startup = startup
         processes = processes_here(ranks.processes * config.data_parallel_size)
-        self._memory = DeviceMemory(device, config.gpu_memory_share, processes)
+        self.memory = DeviceMemory(device, config.gpu_memory_share, processes)
         self._store: AdapterStore | None = None
         self._stored_scales: list[torch.Tensor | None] = [None] * len(spec.attentions)
 
@@ -145,7 +145,7 @@ class Worker:
             described = read_config(self._folder)
             stored = [] if config.load_format == "dummy" else read_headers(self._folder)
             methods = stored_methods(described, self._spec, stored, self._unquantized(), config.quantization)
-            check_weights_fit(self._spec, dtype, self._memory, methods, self._ranks)
+            check_weights_fit(self._spec, dtype, self.memory, methods, self._ranks)
         else:
             sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
@@ -252,7 +252,7 @@ class Worker:
                 self._startup.report(choose_sums(ranks, *given))
                 if "shared_norm" in plan.kernels and not self._config.deterministic:
                     self._startup.report(share_norms(ranks, self._spec, plan.max_batch_tokens, dtype, self.device))
-        self._memory.mapped = ranks.mapped_bytes
+        self.memory.mapped = ranks.mapped_bytes
 
     def _load_draft(self, folder: Path, plan: Plan, model: LanguageModel) -> Draft:
         if reads_embeddings(self._config, folder):
@@ -382,7 +382,7 @@ class Worker:
 
         check_changeable(self._config, self._whole, self._loaded)
         engines = self._ranks.processes * self._config.data_parallel_size
-        check = partial(check_memory, (self._loaded.decoder, self._tower), self._memory, engines)
+        check = partial(check_memory, (self._loaded.decoder, self._tower), self.memory, engines)
         return read_weights(self._folder, self._whole, sources, self._load_beside, check)
 
     def _load_beside(self, stored: "Sequence[StoredTensor]") -> "Iterator[tuple[WeightedModel, WeightedModel]]":
@@ -436,11 +436,12 @@ class Worker:
         Raises ConfigError for experts that cannot move, and for ranks in DP attention, which all replay the same
         graphs, if there is no memory for one.
         """
+        self.memory.divide(layout)
         self.runner = self._backend.runner(self._loaded, layout)
         while self._ranks.dp_attention is not None and self.runner.idle():
             pass
         if self._config.enable_sleep and self.device.type == "cuda":
-            self._memory.mapped += self.sleeping.size  # before graphs are captured, which keep addresses
+            self.memory.mapped += self.sleeping.size  # before graphs are captured, which keep addresses
         if self._config.rebalance_seconds:
             from kvern.runner.ranks.experts import check_moves, experts_of
 
@@ -452,7 +453,7 @@ class Worker:
         runner = self.runner
         states = () if runner.states is None else (tensor for stack in runner.states.stacks for tensor in stack.tensors)
         emptied = [*runner.caches, *runner.draft_caches, *states]
-        return memory_asleep((runner, self._loaded), self._memory, self._config.cache_folder, emptied)
+        return memory_asleep((runner, self._loaded), self.memory, self._config.cache_folder, emptied)
 
     def make_tier(self, layout: Layout) -> "Tier | None":
         """The tier that keeps pages of the KV cache, once that is built; None: no option asks for one.
@@ -562,10 +563,10 @@ class Worker:
         if not plan.on_device:
             from kvern.runner.torch_backend import TorchBackend
 
-            return TorchBackend(self._config, spec, plan, self._memory)
+            return TorchBackend(self._config, spec, plan, self.memory)
         from kvern.runner.kernel_backend import KernelBackend
 
-        return KernelBackend(self._config, spec, plan, self._memory, self._startup)
+        return KernelBackend(self._config, spec, plan, self.memory, self._startup)
 
     def _make_adapters(self, decoder: Decoder, kernels: bool) -> "AdapterBank | None":
         """Places for adapters in the decoder, and where their weights wait for one; None if there can be none."""

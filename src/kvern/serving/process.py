@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -127,12 +128,13 @@ def ready_with(
     chunks = (0, 0, 0)
     if layout.chunk:
         count = -(-layout.blocks // layout.chunk)
-        chunks = (layout.chunk * layout.block_size * layout.token_bytes, layout.least_chunks, count)
+        chunks = (layout.chunk_bytes, layout.least_chunks, count)
     sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
     ranks = f"-tp {config.tensor_parallel_size} -pp {config.pipeline_parallel_size}"
     ready = wire.Ready(
         layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps
     )
+    ready.gpu_bytes = layout.certain_bytes
     ready.pages = f"{core.pages.hex()} ({ranks})" if core.pages else ""
     return ready
 
@@ -235,7 +237,7 @@ def serve(
                     adapters.unload(key)
                 case wire.ReadWeights() | wire.TakeWeights() | wire.DropWeights() | wire.ResizeCache() as message:
                     socket.send(wire.encode(wire.Busy()))  # to copy weights may take longer than steps
-                    early += weights.hear(message)
+                    early, spoke = early + weights.hear(message), -math.inf  # who asked waits for an answer
                 case wire.WatchCache(wanted):
                     cache.watch(wanted)
                 case wire.TakeTrace() as message:

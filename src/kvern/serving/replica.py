@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -28,6 +29,8 @@ logger = logging.getLogger("kvern")
 
 ASLEEP = "the model was put to sleep: ask again"
 FELL_ASLEEP = "the model was put to sleep"
+RETRY_SECONDS = 1.0
+"""Seconds until memory is asked for again that a GPU did not have."""
 
 
 class Siblings(Protocol):
@@ -97,17 +100,23 @@ class Replica:
         self._rested = False
         self._asked_chunks = 0
         """The size of its KV cache that it was asked to have; 0: it has the first one."""
+        self._asked_at = 0.0
 
     @property
     def cache_chunks(self) -> int:
         """The chunks that its KV cache has, or is about to take."""
         has = self._latest.cache_chunks or self.supervisor.link.ready.least_chunks
-        return max(has, self._asked_chunks)
+        return has if self._was_refused else max(has, self._asked_chunks)
+
+    @property
+    def _was_refused(self) -> bool:
+        """Its GPU had no memory for what was asked."""
+        return 0 < self._asked_chunks == self._latest.cache_refused
 
     @property
     def cache_touched(self) -> int:
-        """The chunks for which its KV cache has taken memory of the machine."""
-        return self._latest.cache_touched
+        """The chunks for which its KV cache has taken memory of the machine, or of its GPU."""
+        return self._latest.cache_touched if self.supervisor.link.ready.gpu is None else self.cache_chunks
 
     @property
     def cache_wanted(self) -> int:
@@ -115,10 +124,14 @@ class Replica:
         return max(self._latest.cache_wanted, self._latest.cache_held)
 
     def resize_cache(self, chunks: int) -> bool:
-        """Let its KV cache have so many chunks of memory; returns whether nobody asked for that before."""
-        is_new = chunks != self._asked_chunks
+        """Let its KV cache have so many chunks of memory; returns whether nobody asked for that before.
+
+        What was refused is asked for again a second later.
+        """
+        now = time.monotonic()
+        is_new = chunks != self._asked_chunks or (self._was_refused and now >= self._asked_at + RETRY_SECONDS)
         if is_new:
-            self._asked_chunks = chunks
+            self._asked_chunks, self._asked_at = chunks, now
             self.supervisor.send(wire.ResizeCache(chunks))
         return is_new
 
@@ -194,7 +207,7 @@ class Replica:
             self.traces.hear(message)
         else:
             before, self._latest = self._latest, message.statistics
-            if (before.cache_chunks, before.cache_wanted) != (self._latest.cache_chunks, self._latest.cache_wanted):
+            if _cache(before) != _cache(self._latest):
                 self._siblings.cache_changed()
             self.metrics.step(message.statistics, message.seconds)
             if message.expert_tokens:
@@ -295,6 +308,11 @@ class Replica:
         self.workload.resume()
         self._siblings.adapters.resume(self.adapters)
         self._siblings.move()
+
+
+def _cache(statistics: EngineStatistics) -> tuple[int, int, int]:
+    """Returns what those look at who divide memory among caches."""
+    return statistics.cache_chunks, statistics.cache_wanted, statistics.cache_refused
 
 
 def _numbered(config: EngineConfig, number: int) -> EngineConfig:

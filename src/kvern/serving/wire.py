@@ -148,6 +148,8 @@ class Ready(WireMessage):
     """The file on its machine with its last steps; empty if there is none."""
     pages: str = ""
     """The identity of its pages, with the division of each among ranks; empty if it has no tier."""
+    gpu_bytes: int = 0
+    """The bytes that it takes of each GPU with the least of a cache that changes; 0: it has no such cache there."""
 
     @property
     def least_cache_bytes(self) -> int:

@@ -19,7 +19,7 @@ from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.request.weights import WeightsFound, WeightSource
 from kvern.runner.device import resolve_device
-from kvern.runner.executor import Executor, tiered
+from kvern.runner.executor import Executor, least_of, tiered
 from kvern.runner.plan import Layout, agree, lay_out
 from kvern.runner.ranks import rank_wire as wire
 from kvern.runner.ranks.experts import LayerCounts
@@ -117,7 +117,11 @@ class RankedExecutor(Executor):
 
     def map_cache(self, blocks: int) -> int:
         self._others.send(wire.Call("map_cache", (blocks,)))
-        return super().map_cache(blocks)
+        has = super().map_cache(blocks)
+        if self._worker.memory.chunked is None:
+            return has
+        [least] = least_of(self._ranks, self._worker.runner, [has])
+        return least if least == blocks else self.map_cache(least)  # another GPU has no memory for as many
 
     def add_adapter(self, key: int, adapter: Adapter) -> None:
         self._others.send(wire.AddAdapter.of(key, adapter))

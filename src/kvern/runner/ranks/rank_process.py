@@ -28,7 +28,7 @@ from kvern.models.loader import read_config
 from kvern.ranks.ranks import Ranks
 from kvern.request.step import StepResult
 from kvern.runner.device import resolve_device
-from kvern.runner.executor import Executor, tiered
+from kvern.runner.executor import Executor, least_of, tiered
 from kvern.runner.plan import Layout
 from kvern.runner.ranks import rank_wire as wire
 from kvern.runner.ranks.rank_limits import rank_of
@@ -133,9 +133,11 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
             case wire.Call(method, arguments):
                 if method == "forget":
                     in_flight.clear()
-                getattr(executor, method)(*arguments)
+                answer = getattr(executor, method)(*arguments)
                 if method in MEETING:
                     rank.ranks.meet(worker.device)
+                if method == "map_cache" and worker.memory.chunked is not None:
+                    least_of(rank.ranks, runner, [answer])
             case wire.PlaceExperts(placements):
                 worker.place_experts(placements)
             case wire.AddAdapter() as message:
