@@ -13,7 +13,7 @@ import pytest
 from kvern import EngineConfig
 from kvern.cli.main import read_command
 from kvern.errors import ConfigError, ModelNotFound
-from kvern.residency.gpus import UNKNOWN_BYTES, GpuMemory, gpu_memory, shares
+from kvern.residency.gpus import UNKNOWN_BYTES, GpuMemory, gpu_memory, share_alone, shares
 from kvern.residency.options import ServedModel, keep_alive_of, one_or_several, served_models
 from kvern.residency.policy import Terms
 from tests.support.nvml import Driver
@@ -185,6 +185,9 @@ def test_each_model_has_room_for_its_weights_and_may_be_awake(weights: list[int]
         assert CARD.usable - (1 << 20) < sum(found) <= CARD.usable, "all of the card is used"
     if given[0] == 0.8:
         assert found[1] < 27 << 30, "beside a model that was given much one gets what it needs"
+    assert share_alone(0, CARD) == share_alone(UNKNOWN_BYTES, CARD), (
+        "a model without files, such as one of dummy weights"
+    )
 
 
 def test_a_model_that_was_downloaded_gets_a_share_for_its_files(tmp_path: Path) -> None:

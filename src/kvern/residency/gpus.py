@@ -115,8 +115,8 @@ def shares(weights: Sequence[int], given: Sequence[float | None], memory: GpuMem
 
 
 def share_alone(size: int, memory: GpuMemory) -> float:
-    """Returns the share of a model with so many bytes of weights, beside others that have been given theirs."""
-    return _share(size, 0, memory)
+    """Returns the share of a model with so many bytes of weights, 0 if that is not known, beside those of others."""
+    return _share(size or UNKNOWN_BYTES, 0, memory)
 
 
 def _fixed(size: int) -> int:
