@@ -4,8 +4,10 @@
 
 Builds the kernels for CPUs if they are missing, finds what the engine answers at most, and fits costs to the steps of
 loads at several shares of that rate. Then it runs other loads, three times each with other requests, on the engine and
-on simulated ones with two seeds, and prints a table in Markdown: the mean of the measured and of the simulated runs,
-each with the least and the greatest, and by how much the simulated mean is off. Nothing else may run on the machine.
+on simulated ones with five seeds, and prints a table in Markdown: the mean of the measured and of the simulated runs,
+each with the least and the greatest, and by how much the simulated mean is off. A second table has the steps of these
+runs, which costs were not fitted to: the sums of their times, and of what they are predicted to take. Nothing else may
+run on the machine.
 """
 
 import argparse
@@ -30,7 +32,7 @@ CALIBRATED = 0.2, 0.5, 0.8, 1.0
 """Shares of the greatest rate at which steps are recorded."""
 WARM_STEPS = 20
 """The first steps of a run do not count: some are the first of their kind."""
-REPEATS, SEEDS = 3, 2
+REPEATS, SEEDS = 3, 5
 LEAST_REQUESTS = 40
 SHOWN = {
     "requests_per_second": "requests/s",
@@ -93,14 +95,17 @@ def main() -> None:
     condition = Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace)
     print("| load | | measured | simulated | off |\n|---|---|---|---|---|")
     _compare("all at once", crowds, [_simulated(condition, f"{crowd},seed={seed}") for seed in range(REPEATS)])
+    steps: list[StepSample] = []
     for share in options.shares:
         rate = most * share
         loads = [
             f"rate={rate:.2f},requests={_requests(rate, options.seconds)},{LENGTHS},seed={seed}"
             for seed in range(REPEATS)
         ]
-        runs = [measured(load).figures for load in loads]
-        _compare(f"{share:.0%}", runs, [_simulated(condition, load) for load in loads])
+        runs = [measured(load) for load in loads]
+        steps += [sample for run in runs for sample in run.record.samples[WARM_STEPS:]]
+        _compare(f"{share:.0%}", [run.figures for run in runs], [_simulated(condition, load) for load in loads])
+    _print_sums(FittedPrice(fit, None), steps)
     engine.close()
 
 
@@ -120,6 +125,21 @@ def _compare(name: str, measured: Sequence[Figures], simulated: Sequence[Sequenc
         found = interval([run[key] for run in runs])
         off = f"{found[0] / real[0] - 1:+.0%}" if real[0] else ""
         print(f"| {name} | {label} | {_told(real)} | {_told(found)} | {off} |", flush=True)
+
+
+def _print_sums(price: FittedPrice, samples: Sequence[StepSample]) -> None:
+    """Prints measured and predicted times of steps, by their answers that go on, with and without prompts."""
+    sums: dict[tuple[str, int], list[float]] = {}
+    for sample in samples:
+        load = sample.work.load
+        kind = "with prompts" if load.prompt else "decodes"
+        found = sums.setdefault((kind, (load.rows - load.prompt).bit_length()), [0, 0.0, 0.0])
+        for place, value in enumerate((1, sample.seconds, price.seconds(*sample.work))):
+            found[place] += value
+    print("\n| steps | rows of answers | number | measured, s | predicted, s | off |\n|---|---|---|---|---|---|")
+    for (kind, bits), (count, seconds, guess) in sorted(sums.items()):
+        rows = f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0"
+        print(f"| {kind} | {rows} | {count:,.0f} | {seconds:.2f} | {guess:.2f} | {guess / seconds - 1:+.1%} |")
 
 
 def _told(values: tuple[float, float, float]) -> str:

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import random
+import statistics
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +16,7 @@ from kvern.engine.step_load import StepLoad
 from kvern.errors import ConfigError
 from kvern.loads.file import as_line
 from kvern.loads.request import LoadRequest
-from kvern.simulate.costs import KEYS, PAIRS, RUN_STEPS, FittedPrice, StepSample, StepWork, fit_steps
+from kvern.simulate.costs import KEYS, PAIRS, RUN_STEPS, FittedPrice, Residuals, StepSample, StepWork, fit_steps
 from kvern.simulate.engine import OWN, DrivenEngine, EngineSizes, Prompts, simulated_engine
 from kvern.simulate.prediction import predicted
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, read_steps, write_steps
@@ -72,7 +74,7 @@ def test_figures_tell_good_answers_and_the_use_of_the_engine() -> None:
 
 
 def test_percentiles_of_counted_values_are_those_of_all() -> None:
-    found = weighted_percentiles(Counter({1.0: 2, 3.0: 1, 2.0: 1}), [0, 50, 90, 100])
+    found = weighted_percentiles(Counter({1: 2, 3: 1, 2: 1}), [0, 50, 90, 100])
     assert found == [1.0, 1.5, pytest.approx(2.7), 3.0]
 
 
@@ -107,12 +109,46 @@ def test_without_a_seed_nothing_is_drawn_so_that_predicted_costs_are_those_that_
     work = samples(1)[0].work
     assert len({steady.seconds(*work) for _ in range(2 * RUN_STEPS)}) == 1
     found = predicted(steady, has_target=False)
-    assert found.per_pair == pytest.approx(fit.others[PAIRS] * sum(fit.prompts) / len(fit.prompts))
-    assert found.per_key == pytest.approx(fit.others[KEYS] * sum(fit.decodes) / len(fit.decodes))
+    for told, cost, left in ((found.per_pair, PAIRS, fit.prompts), (found.per_key, KEYS, fit.decodes)):
+        assert told == pytest.approx(fit.others[cost] * statistics.mean(left.ratios[-1]), rel=0.02)
+
+
+def test_pauses_of_the_host_are_as_long_in_long_steps_as_in_short_ones() -> None:
+    """Every fifth step waits 10 ms, of 1 ms or of 40: it takes eleven times as long, or a quarter longer."""
+    dice = random.Random(4)
+    found = []
+    for _ in range(3000):
+        rows = dice.choice((1, 2, 3, 40))
+        seconds = 0.001 * rows + (0.01 if dice.random() < 0.2 else 0.0)
+        found.append(StepSample(StepWork(StepLoad(rows, 10 * rows), rows, 0), seconds))
+    fit = fit_steps(found)
+    for rows in (1, 40):
+        taken = [each.seconds for each in found if each.work.requests == rows]
+        work = StepWork(StepLoad(rows, 10 * rows), rows, 0)
+        price = FittedPrice(fit, 1)
+        drawn = [price.seconds(*work) for _ in range(4000)]
+        assert statistics.mean(drawn) == pytest.approx(statistics.mean(taken), rel=0.1)
+        assert FittedPrice(fit, None).seconds(*work) == pytest.approx(statistics.mean(taken), rel=0.05)
+        assert max(drawn) < 1.1 * max(taken)
+
+
+def test_decodes_draw_together_what_they_draw_one_by_one() -> None:
+    fit = fit_steps(samples(1500, noise=0.3))
+    for seed in (None, 1, 2):
+        together, single = FittedPrice(fit, seed), FittedPrice(fit, seed)
+        for steps, keys in ((7, 100), (RUN_STEPS, 3), (900, 50)):
+            mark = together.mark()
+            together.decodes(StepLoad(5, 1), 11)
+            together.back(mark)
+            expected = [single.seconds(StepLoad(5, keys + 5 * step), 5, 0) for step in range(steps)]
+            assert together.decodes(StepLoad(5, keys), steps).tolist() == expected
+            load = StepLoad(40, 9, 50.0, 0.0, 30)
+            assert together.seconds(load, 12, 1) == single.seconds(load, 12, 1)
 
 
 def test_slow_steps_follow_each_other_as_they_were_recorded() -> None:
-    fit = msgspec.structs.replace(fit_steps(samples(500)), decodes=(1.0,) * 5000 + (2.0,) * 5000, prompts=(1.0, 2.0))
+    left = Residuals((), ((1.0, 2.0),), (0.25,) * 5000 + (0.75,) * 5000)
+    fit = msgspec.structs.replace(fit_steps(samples(500)), decodes=left, prompts=left)
     price, work = FittedPrice(fit, 3), samples(2)[1].work
     drawn = [price.seconds(*work) for _ in range(20 * RUN_STEPS)]
     changes = sum(one != other for one, other in itertools.pairwise(drawn))

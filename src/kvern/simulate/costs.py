@@ -2,8 +2,10 @@
 
     seconds = base(rows) + per request + per new request + per key + per pair, and a part for steps with prompts
 
-`base` is interpolated between numbers of rows. What the fit leaves over is kept as the ratios of measured to fitted
-times, in the order of the steps, and a simulation draws them in runs: slow steps follow each other on a machine, and
+`base` is interpolated between numbers of rows. What the fit leaves over are ratios of measured to fitted times. A pause
+of the host that doubles a short step is little of a long one, so ratios belong to steps of a class, of similar fitted
+times. Kept is, in the order of the steps, where each stands among those of its class, and a simulation draws these
+places in runs and takes the ratios there of the class of its own steps: slow steps follow each other on a machine, and
 an answer that meets them waits for all of them.
 
 Steps of equal work do not take equal times, so no model is right about single ones: `Errors` has the error of the fit
@@ -45,6 +47,9 @@ KNOWN = 100_000
 """Costs that a price remembers."""
 LEAST_LIKE = 5
 """Fewer steps of like work say little about their spread."""
+CLASS = 1.5
+"""Fitted times of a class are within such a factor, if enough steps are."""
+LEAST_OF_CLASS = 30
 SMOOTH = 0.02
 """The weight of a bend of the costs, so that those of numbers of rows that were rarely seen lie between others."""
 
@@ -106,17 +111,26 @@ class Errors(msgspec.Struct, frozen=True):
         )
 
 
-class StepFit(msgspec.Struct, frozen=True):
-    """Costs that were fitted to steps.
+class Residuals(msgspec.Struct, frozen=True):
+    """Ratios of measured to fitted times of steps: what a fit leaves over.
 
-    `decodes` and `prompts` are the ratios of measured to fitted times, of steps without and with prompts, in order.
+    `edges`: the fitted times at which classes begin, but for the first; `ratios`: those of each class, sorted;
+    `places`: of each step in order the place of its ratio in its class, from 0 to 1.
     """
+
+    edges: tuple[float, ...]
+    ratios: tuple[tuple[float, ...], ...]
+    places: tuple[float, ...]
+
+
+class StepFit(msgspec.Struct, frozen=True):
+    """Costs that were fitted to steps. `decodes`, `prompts`: what is left over of steps without and with prompts."""
 
     knots: tuple[int, ...]
     base: tuple[float, ...]
     others: tuple[float, ...]
-    decodes: tuple[float, ...]
-    prompts: tuple[float, ...]
+    decodes: Residuals
+    prompts: Residuals
     errors: Errors
     steps: int
 
@@ -131,10 +145,9 @@ class FittedPrice(Price):
 
     def __init__(self, fit: StepFit, seed: int | None) -> None:
         self._fit, self._seed = fit, seed
-        ratios = {False: np.array(fit.decodes), True: np.array(fit.prompts)}
-        self._ratios = ratios if seed is not None else {kind: each.mean(keepdims=True) for kind, each in ratios.items()}
+        self._drawn = {False: _Drawn(fit.decodes), True: _Drawn(fit.prompts)}
         self._places = {True: 0, False: 0}
-        """The ratios that come next, of steps with prompts and others."""
+        """The residuals that come next, of steps with prompts and others."""
         self._left = self._runs = 0
         self._known: dict[tuple[int, int, int, int], float] = {}
         """The costs of rows, requests, new requests and tokens of prompts."""
@@ -143,12 +156,14 @@ class FittedPrice(Price):
         """Returns the time of a step."""
         seconds = self._plain(load, requests, joined) + load.keys * self._fit.others[KEYS]
         seconds += load.pairs * self._fit.others[PAIRS]
-        return seconds * float(self._drawn(load.prompt > 0, 1)[0])
+        return seconds * float(self._ratios(load.prompt > 0, np.array([seconds]))[0])
 
     def decodes(self, load: StepLoad, steps: int) -> "npt.NDArray[np.float64]":
         """See `Price`."""
         keys = load.keys + load.rows * np.arange(steps)
-        return (self._plain(load, load.rows, 0) + keys * self._fit.others[KEYS]) * self._drawn(False, steps)
+        seconds: npt.NDArray[np.float64] = np.multiply(keys, self._fit.others[KEYS], dtype=np.float64)
+        seconds += self._plain(load, load.rows, 0)
+        return seconds * self._ratios(False, seconds)
 
     def mark(self) -> tuple[int, int, int, int]:
         """See `Price`."""
@@ -169,26 +184,43 @@ class FittedPrice(Price):
             known = self._known[sizes] = self._fit.seconds(StepWork(plain, requests, joined))
         return known
 
-    def _drawn(self, kind: bool, steps: int) -> "npt.NDArray[np.float64]":
-        """Draws the ratios of the next steps."""
-        ratios, missing = self._ratios[kind], steps
+    def _ratios(self, kind: bool, seconds: "npt.NDArray[np.float64]") -> "npt.NDArray[np.float64]":
+        """Draws the ratios of the next steps, which have these fitted times."""
+        drawn, missing = self._drawn[kind], len(seconds)
+        if self._seed is None:
+            means: npt.NDArray[np.float64] = drawn.means[np.searchsorted(drawn.edges, seconds, side="right")]
+            return means
         found: list[npt.NDArray[np.float64]] = []
         while missing:
             if not self._left:
-                moment = random.Random(
-                    f"residuals {self._seed} {self._runs}"
-                ).random()  # of the record, where it begins
-                self._places = {each: int(moment * len(self._ratios[each])) for each in (False, True)}
+                moment = random.Random(f"residuals {self._seed} {self._runs}").random()
+                self._places = {each: int(moment * len(self._drawn[each].places)) for each in (False, True)}
                 self._left, self._runs = RUN_STEPS, self._runs + 1
             count, place = min(missing, self._left), self._places[kind]
-            if place + count <= len(ratios):
-                found.append(ratios[place : place + count])
-            else:
-                found.append(ratios[np.arange(place, place + count) % len(ratios)])
-            self._places[kind] = (place + count) % len(ratios)
+            found.append(drawn.places[np.arange(place, place + count) % len(drawn.places)])
+            self._places[kind] = (place + count) % len(drawn.places)
             self._left -= count
             missing -= count
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return drawn.at(np.concatenate(found), seconds)
+
+
+class _Drawn:
+    """The residuals of steps as arrays, the ratios of all classes in a row."""
+
+    def __init__(self, residuals: Residuals) -> None:
+        self.edges, self.places = np.array(residuals.edges), np.array(residuals.places)
+        self.means = np.array([np.mean(each) for each in residuals.ratios])
+        self._counts = np.array([len(each) for each in residuals.ratios])
+        self._starts = np.cumsum(self._counts) - self._counts
+        self._ratios = np.concatenate(residuals.ratios)
+
+    def at(self, places: "npt.NDArray[np.float64]", seconds: "npt.NDArray[np.float64]") -> "npt.NDArray[np.float64]":
+        """Returns the ratios at these places of the classes of fitted times."""
+        classes = np.searchsorted(self.edges, seconds, side="right")
+        found: npt.NDArray[np.float64] = self._ratios[
+            self._starts[classes] + (places * self._counts[classes]).astype(np.int64)
+        ]
+        return found
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepFit:
@@ -202,9 +234,10 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
     trained = [sample for number, window in enumerate(windows) if number % HELD_OUT for sample in window]
     knots = _knots([sample.work.load.rows for sample in samples])
     base, others = _solve(trained, knots)
-    found = StepFit(knots, base, others, (1.0,), (1.0,), Errors(), len(samples))
-    decodes = _ratios(found, [sample for sample in samples if not sample.work.load.prompt])
-    prompts = _ratios(found, [sample for sample in samples if sample.work.load.prompt])
+    nothing = Residuals((), ((1.0,),), (0.0,))
+    found = StepFit(knots, base, others, nothing, nothing, Errors(), len(samples))
+    decodes = _residuals(found, [sample for sample in samples if not sample.work.load.prompt])
+    prompts = _residuals(found, [sample for sample in samples if sample.work.load.prompt])
     kept = msgspec.structs.replace(found, decodes=decodes or prompts, prompts=prompts or decodes)
     return msgspec.structs.replace(kept, errors=errors_of(FittedPrice(kept, None), windows[::HELD_OUT]))
 
@@ -246,8 +279,25 @@ def _sums_error(groups: Sequence[Sequence[int]], guesses: Sequence[float], secon
     return sum(off) / sum(map(len, groups)) if groups else 0.0
 
 
-def _ratios(fit: StepFit, samples: Sequence[StepSample]) -> tuple[float, ...]:
-    return tuple(sample.seconds / fit.seconds(sample.work) for sample in samples)
+def _residuals(fit: StepFit, samples: Sequence[StepSample]) -> Residuals | None:
+    """Returns what a fit leaves over of steps; None: there are none."""
+    fitted = [fit.seconds(sample.work) for sample in samples]
+    edges = list[float]()
+    first = 0
+    for place, seconds in enumerate(ordered := sorted(fitted)):
+        if place - first >= LEAST_OF_CLASS <= len(ordered) - place and seconds > CLASS * ordered[first]:
+            edges.append(seconds)
+            first = place
+    classes: list[list[tuple[float, int]]] = [[] for _ in range(len(edges) + 1)]
+    for place, (seconds, sample) in enumerate(zip(fitted, samples, strict=True)):
+        classes[bisect_right(edges, seconds)].append((sample.seconds / seconds, place))
+    places = [0.0] * len(samples)
+    for each in classes:
+        each.sort()
+        for rank, (_, place) in enumerate(each):
+            places[place] = (rank + 0.5) / len(each)
+    ratios = tuple(tuple(ratio for ratio, _ in each) for each in classes)
+    return Residuals(tuple(edges), ratios, tuple(places)) if samples else None
 
 
 def _knots(rows: Sequence[int]) -> tuple[int, ...]:
