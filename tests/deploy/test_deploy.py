@@ -28,6 +28,7 @@ from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from kvern.quantize.mixed import Mixture
 from tests.support.killed_deployments import CARD
+from tests.support.plain_gguf import write_plain_gguf
 from tests.support.served import QUESTION, Served
 from tests.support.tiny_model import make_tiny_model
 
@@ -206,12 +207,29 @@ def test_bad_input_is_refused_in_one_line(
     assert not (tmp_path / "new").exists()
 
 
-def test_gguf_files_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    for model in (tmp_path / "model.gguf", tmp_path):
-        assert main(["deploy", str(model), "--out", str(tmp_path / "new")]) == 2
-        assert f"{model} has no safetensors files" in capsys.readouterr().err
-        assert not (tmp_path / "new").exists()
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_gguf_file_is_deployed_as_it_is(is_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "files").mkdir()
+    file = write_plain_gguf(tmp_path / "files" / "tiny-Q8_0.gguf")
+    (file.parent / "tiny-F16.gguf").write_bytes(b"GGUF")
+    out = tmp_path / "bundle"
+    model = f"{file.parent}:Q8_0" if is_folder else str(file)
+    assert main(["deploy", model, "--out", str(out), *FEW, "--max-loss", "1%", "--target", "itl 10s"]) == 0
+    assert [path.name for path in (out / "weights").iterdir()] == [file.name]
+    told = json.loads((out / "report.json").read_text())["stages"]
+    assert told["discover"]["result"]["formats"] == ["GGUF"]
+    assert told["quantize"]["result"]["why"] == "weights are quantized already (GGUF): never twice"
+    command, _ = read_command(["serve", str(out)], {})
+    assert command.engine.model == str(out / "weights")
+    with LLM(model=command.engine.model) as llm:
+        assert len(llm.generate(["the"], {"max_tokens": 4, "ignore_eos": True})[0].outputs[0].token_ids) == 4
+    file.unlink()
+    assert main(["deploy", str(out / "deploy.toml"), "--out", str(tmp_path / "again")]) == 0
+    one, other = (tomllib.loads((folder / "deploy.toml").read_text()) for folder in (out, tmp_path / "again"))
+    assert one["bundle"]["files"] == other["bundle"]["files"] and one["engine"] == other["engine"]
+    capsys.readouterr()
+    assert main(["deploy", f"{file.parent}:F16", "--out", str(tmp_path / "new")]) == 2
+    assert "tiny-F16.gguf" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "new").exists()
 
 
 MOMENTS = "discover,plan,shard,among weights,quantize,among measurements,tune,verify,bundle"
@@ -325,6 +343,39 @@ def test_no_code_or_other_model_comes_from_a_bundle(small: Path, tmp_path: Path)
             read_bundle(refused)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('weights = "weights"', 'weights = "../secret"', "has '../secret' as weights, which is outside of the bundle"),
+        ('weights = "weights"', 'weights = "/secret"', "has '/secret' as weights, which is outside of the bundle"),
+        ('calibration = "calibration.txt"', 'calibration = "/etc/passwd"', "as calibration, which is outside"),
+        ("[engine]\n", "[engine]\ndraft_model = '/secret'\n", "has 'draft_model' in .engine.: no bundle may give it"),
+        ('weights = "weights"', "", "in place of weights, and no folder is taken from a bundle"),
+    ],
+)
+def test_nothing_outside_of_a_bundle_is_served(old: str, new: str, message: str, small: Path, tmp_path: Path) -> None:
+    other = changed(small, tmp_path / "other", (old, new))
+    with pytest.raises(ConfigError, match=message):
+        read_command(["serve", str(other)], {})
+
+
+def test_a_model_of_the_hub_is_served_at_its_commit_alone(tmp_path: Path) -> None:
+    described = Description(format=1, model="some/model", kvern="1", torch="2", devices=[])
+    with pytest.raises(ConfigError, match="nor a model of the hub without its revision"):
+        assert Bundled(tmp_path, described, {}).options
+
+
+def test_a_bundle_is_made_again_of_the_model_alone_that_it_was_made_of(
+    small: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("none", "another"):
+        other = changed(small, tmp_path / f"of-{name}", (f'model = "{model}"', f'model = "{tmp_path / name}"'))
+        config = make_tiny_model(tmp_path / "another") / "config.json"
+        config.write_text(config.read_text() + " ")
+        assert main(["deploy", str(other / "deploy.toml"), "--out", str(tmp_path / "again")]) == 2
+        assert "and it is not that of which the bundle was made" in capsys.readouterr().err
+
+
 def test_a_folder_with_the_name_of_the_hubs_model_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,15 +397,52 @@ def test_names_of_all_characters_are_read_back_from_a_description() -> None:
         as_toml(described, {"tokenizer": "\udcff"}, [])
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_bundle_stays_whole_until_the_one_that_replaces_it_is(
+    small: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = changed(small, tmp_path / "out")
+    before = contents(out)
+    command = [*arguments(model, out), "--memory", "400KB"]
+    other = [*command, "--max-loss", "6%", "--target"]
+    assert main([*other, "itl 0.0001ms", "--overwrite"]) == 1  # weights are quantized again
+    told = capsys.readouterr()
+    beside = tmp_path / ".out.next"
+    assert f"report: {beside / 'report.html'}" in told.out and f"{out} is the bundle that it was" in told.err
+    assert contents(out) == before and read_command(["serve", str(out)], {})
+    assert main([*other, "itl 0.0001ms"]) == 1  # goes on, where the option said so once
+    assert "quantize: done before" in capsys.readouterr().err
+    assert main([*other, "itl 20s"]) == 2
+    assert "has a bundle with max_loss" in capsys.readouterr().err
+
+    def dying(source: object, target: object) -> None:
+        moved(source, target)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    moved = os.rename
+    monkeypatch.setattr(os, "rename", dying)
+    main([*other, "itl 20s", "--overwrite"])
+    monkeypatch.undo()
+    assert not out.exists()
+    monkeypatch.setattr(plan, "this_machine", lambda config, dtype: [CARD])
+    assert main([*other, "itl 20s"]) == 0
+    assert "tune: done before" in capsys.readouterr().err
+    assert tomllib.loads((out / "deploy.toml").read_text())["bundle"]["target"] == "itl 20000ms"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (out / ".old").exists()
+
+
 def test_a_bundle_stays_whole_if_another_run_is_refused(
     small: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = changed(small, tmp_path / "out")
-    asked = (out / "journal" / "asked.json").read_bytes()
+    before = contents(out)
     command = [*arguments(model, out), *SMALL, "--overwrite", "--tune-seconds", "1"]
 
     def full(self: tune.Tune, work: object) -> tune.Tuned:
-        assert (out / "UNFINISHED").exists()
+        assert (tmp_path / ".out.next" / "UNFINISHED").exists()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
 
     monkeypatch.setattr(tune.Tune, "run", full)
@@ -364,7 +452,7 @@ def test_a_bundle_stays_whole_if_another_run_is_refused(
     ):
         assert main([*command, *given]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
-        assert not (out / "UNFINISHED").exists() and (out / "journal" / "asked.json").read_bytes() == asked
+        assert contents(out) == before
     monkeypatch.undo()
 
     def refused(descriptor: int) -> None:

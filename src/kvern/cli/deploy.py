@@ -50,7 +50,7 @@ class DeployCommand:
     repetitions: int = 7
     """Most runs of a configuration, at least 3; fewer where they agree."""
     overwrite: bool = False
-    """Go on in a folder whose bundle has other options."""
+    """Replace a bundle that has other options, when the new one is complete; or go on in an unfinished one."""
 
     def execute(self) -> int:
         """Makes the bundle and returns the exit code. Raises KvernError."""
@@ -60,9 +60,11 @@ class DeployCommand:
         check_least(self, "repetitions", least=3)
         asked = self._asked()
         outcome = deploy(asked, self.overwrite, say)
-        page = asked.out / PAGE
+        page = outcome.work.folder / PAGE
         if outcome.failed:
             print_lines(*(f"failed: {line}" for line in outcome.failed), f"report: {page}")
+            if outcome.work.folder != asked.out:
+                say(f"{asked.out} is the bundle that it was")
             return 1
         print_lines(
             f"kvern serve {asked.out}", f"report: {page}", f"again: kvern deploy {asked.out / NAME} --out ANOTHER"

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvern.cache.keys import model_identity
 from kvern.deploy.description import Bundled, read_bundle
 from kvern.deploy.stage import Asked, read_target
-from kvern.errors import KvernError
+from kvern.errors import ConfigError, KvernError
 from kvern.planning.estimate import Split
 from kvern.quantize.statistics import REPORT_NAME
 
@@ -26,6 +27,11 @@ def same(bundled: Bundled, out: Path) -> Asked:
     bundle = bundled.bundle
     if not bundle.is_quantized:
         bundled.check_contents()
+    elif Path(bundled.source).is_absolute() and _identity(Path(bundled.source)) != bundle.identity:
+        raise ConfigError(
+            f"{bundled.folder} names {bundled.source} as its model, and it is not that of which the bundle was made: "
+            "its files are others, or it is not here"
+        )
     asked = _asked(bundled, out)
     apart = bundled.differences()
     return dataclasses.replace(
@@ -38,6 +44,13 @@ def same(bundled: Bundled, out: Path) -> Asked:
         mixture=bundled.folder / str(bundle.weights) / REPORT_NAME if bundle.is_quantized else None,
         expected=bundle.digest if bundle.is_quantized else bundle.identity,
     )
+
+
+def _identity(model: Path) -> str:
+    try:
+        return model_identity(model).hex()
+    except (OSError, ValueError, KvernError):
+        return ""
 
 
 def tuned_here(bundled: Bundled, out: Path) -> Asked:

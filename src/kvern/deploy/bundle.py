@@ -16,6 +16,7 @@ from kvern.deploy.shard import Sharded
 from kvern.deploy.stage import Part, Work, as_target
 from kvern.deploy.tune import Tuned, engine_options
 from kvern.errors import ConfigError
+from kvern.formats.gguf.files import split_files
 from kvern.models.hub import EMBEDDED_FOLDER
 from kvern.quantize.writer import placing
 from kvern.version import __version__
@@ -63,11 +64,11 @@ class Bundle:
             workload=workload or asked.workload,
             calibration=self._kept(work, asked.calibration, "calibration"),
             memory=asked.memory,
-            files=[] if not weights or asked.refers else contents_of(asked.out / weights),
+            files=[] if not weights else contents_of(*(work.folder / weights).iterdir()),
         )
         again = f"kvern deploy {asked.out / NAME} --out ANOTHER"
         comments = [f"{found.name}, made by kvern {__version__}", f"kvern serve {asked.out}", again]
-        write_whole(asked.out / NAME, as_toml(bundle, engine, comments))
+        write_whole(work.folder / NAME, as_toml(bundle, engine, comments))
         return Finished(NAME, engine, again)
 
     def _kept(self, work: Work, file: Path | None, name: str) -> str | None:
@@ -75,22 +76,20 @@ class Bundle:
         if file is None or not file.is_file():
             return None
         kept = f"{name}{file.suffix}"
-        write_whole(work.asked.out / kept, file.read_bytes())
+        write_whole(work.folder / kept, file.read_bytes())
         return kept
 
     def _copied(self, work: Work) -> str | None:
         """Returns the folder of weights that have no other place: those of a model in a folder, which may change."""
         found = work.of(Discovered)
         source = Path(work.of(Sharded).folder)
-        if found.revision is not None or source.parent == EMBEDDED_FOLDER:
+        if found.revision is not None or source.parent == EMBEDDED_FOLDER or work.asked.refers:
             return None
-        if work.asked.refers:
-            return str(source)
-        with placing(work.asked.out / WEIGHTS) as made:
-            for path in sorted(source.iterdir()):
-                if path.is_file():
-                    shutil.copyfile(path, made / path.name)
-            if contents_of(made) != contents_of(source):
+        files = split_files(source) if source.is_file() else sorted(filter(Path.is_file, source.iterdir()))
+        with placing(work.folder / WEIGHTS) as made:
+            for path in files:
+                shutil.copyfile(path, made / path.name)
+            if contents_of(*made.iterdir()) != contents_of(*files):
                 raise ConfigError(
                     f"the copy of {source} is not equal to it: it changed meanwhile, or a disk has faults"
                 )
@@ -99,7 +98,7 @@ class Bundle:
     def stands(self, work: Work, result: Finished) -> bool:
         """True if the description and the files of weights are there, as they were."""
         try:
-            read_bundle(work.asked.out).check_contents()
+            read_bundle(work.folder).check_contents()
         except ConfigError:
             return False
         return True

@@ -26,8 +26,13 @@ from kvern.version import __version__
 NAME = "deploy.toml"
 KERNELS = "kernels"
 """The folder in which bundles of earlier versions hold compiled kernels; nothing is loaded from it."""
-REFUSED = ("model", "revision", "cache_dir", "download_dir", "logits_processors")
-"""Options that no bundle may give: they name other weights, or code that would run."""
+REFUSED = (
+    *("model", "revision", "cache_dir", "download_dir", "logits_processors", "tokenizer", "chat_template"),
+    *("generation_config", "draft_model", "draft_url", "adapters", "prefill_server"),
+)
+"""Options that no bundle may give: they name other files, weights or servers, or code that would run."""
+INSIDE = ("weights", "workload", "calibration")
+"""Fields that may name files of the bundle, and of no other folder."""
 REPORTS = (".html", "_report.json")
 """Ends of the names of files of weights that only people read."""
 FORMAT = 1
@@ -74,11 +79,19 @@ class Bundled(msgspec.Struct):
 
     @property
     def model(self) -> str:
-        """The model whose weights are served: the bundle's folder, or one of the hub, or an embedded one.
+        """The model whose weights are served: the bundle's folder, or a commit of the hub, or an embedded one.
 
-        Raises ConfigError if a folder here has the name of such a model, and would be taken for it.
+        Raises ConfigError for all else, or if a folder here has the name of such a model and could be taken for it.
         """
-        return self.source if self.bundle.weights is None else str(self.folder / self.bundle.weights)
+        if self.bundle.weights is not None:
+            return str(self.folder / self.bundle.weights)
+        found = self.source
+        if Path(found).is_absolute() or ("/" in found and self.bundle.revision is None):
+            raise ConfigError(
+                f"{self.folder / NAME} names {shown(found)} in place of weights, and no folder is taken from a bundle, "
+                "nor a model of the hub without its revision: make the bundle again of that model, or kvern serve it"
+            )
+        return found
 
     @property
     def source(self) -> str:
@@ -93,7 +106,7 @@ class Bundled(msgspec.Struct):
 
     def check_sizes(self) -> None:
         """Raises ConfigError if a file of the weights is missing or has another size."""
-        for line in self.bundle.files:
+        for line in self.bundle.files if self.bundle.weights is not None else ():
             size, _, name = line.split(" ", 2)
             path = self.folder / str(self.bundle.weights) / name
             found = path.stat().st_size if path.is_file() else None
@@ -105,12 +118,12 @@ class Bundled(msgspec.Struct):
         """Raises ConfigError if a file of the weights is not as it was written. Reads all of them."""
         self.check_sizes()
         weights = self.bundle.weights
-        if weights is None or Path(weights).is_absolute():
+        if weights is None:
             return
         if not self.bundle.files:
             raise ConfigError(f"{self.folder / NAME} has no digests of the weights: make the bundle again of its model")
         try:
-            found = set(contents_of(self.folder / weights))
+            found = set(contents_of(*(self.folder / weights).iterdir()))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.folder / weights} cannot be read: {reason(error)}") from None
         for line in self.bundle.files:
@@ -136,10 +149,10 @@ def device_names() -> list[str]:
     return found.gpus[:gpus] if gpus else [f"{found.processor}, {found.cores} cores"]
 
 
-def contents_of(folder: Path) -> list[str]:
-    """Returns size, digest and name of each file in a folder of weights. Raises OSError."""
+def contents_of(*paths: Path) -> list[str]:
+    """Returns size, digest and name of each file of weights. Raises OSError."""
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in sorted(paths):
         if path.is_file() and not path.name.endswith(REPORTS):
             with open_regular(path) as stream:
                 found.append(f"{path.stat().st_size} {digest_of(stream).hex()} {path.name}")
@@ -189,6 +202,10 @@ def read_bundle(folder: Path) -> Bundled:
         raise ConfigError(f"{path} has format {bundle.format}, and this version of kvern reads {FORMAT}")
     if wrong := [line for line in bundle.files if not re.match(r"\d+ [0-9a-f]+ .", line, re.DOTALL)]:
         raise ConfigError(f"{path} has {shown(wrong[0])} in files: it must be a size, a digest and a name")
+    for name in INSIDE:
+        told = getattr(bundle, name) or ""
+        if Path(told).is_absolute() or ".." in Path(told).parts:
+            raise ConfigError(f"{path} has {shown(told)} as {name}, which is outside of the bundle: copy it there")
     known = {option.name for option in dataclasses.fields(EngineConfig)}
     for name in engine:
         if name not in known or name in REFUSED:

@@ -11,6 +11,7 @@ from kvern.cache.keys import model_identity
 from kvern.config import EngineConfig
 from kvern.deploy.stage import Part, Work
 from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel, shown
+from kvern.formats.gguf.files import split_files
 from kvern.io.bytecode import cache_home
 from kvern.io.files import as_size
 from kvern.models.folder import model_folder
@@ -83,32 +84,32 @@ class Discover:
 
 
 def _described(model: str, revision: str | None, outline: Path, licence: str | None, nbytes: int) -> Discovered:
-    if outline.is_file() or "safetensors" not in (formats := _formats(outline)):
-        raise ConfigError(
-            f"{model} has no safetensors files, and kvern deploy makes bundles of those alone: kvern serve takes GGUF "
-            "files as they are"
-        )
-    config = read_config(model_folder(EngineConfig(str(outline))))
+    folder = model_folder(EngineConfig(str(outline)))
+    formats = ["GGUF"] if outline.is_file() else _formats(outline)
+    if not formats:
+        raise ConfigError(f"{model} has neither safetensors nor GGUF files: give the folder of a model's weights")
+    config = read_config(folder)
     try:
         family = spec_from_config(config).model_type
     except UnsupportedModel:
         family = FALLBACK
+    is_hub = revision is not None or outline.parent == EMBEDDED_FOLDER
     return Discovered(
-        model=str(Path(model).absolute()) if Path(model).exists() else model,
-        name=Path(model).name if Path(model).exists() else model,
+        model=model if is_hub else str(outline),
+        name=model if is_hub else Path(model).name,
         revision=revision,
         outline=str(outline),
         licence=licence,
         nbytes=nbytes,
         family=family,
         formats=formats,
-        quantized=_method(config),
-        identity=revision or _identity(outline),
+        quantized="GGUF" if outline.is_file() else _method(config),
+        identity=revision or _identity(folder),
     )
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    files = folder.iterdir() if folder.is_dir() else [folder]
+    files = folder.iterdir() if folder.is_dir() else split_files(folder)
     return {path.name: path.stat().st_size for path in files if path.is_file()}
 
 

@@ -3,6 +3,7 @@
 ::
 
     OUT/UNFINISHED       a line that says so, until all is done
+    .OUT.next/           the same in place of it while OUT is a whole bundle, with hard links to its files
     OUT/journal/         asked.json, and NAME.json for each stage: the key of its inputs, its result, its seconds
     OUT/journal/lock     held while a process works on it
 
@@ -10,6 +11,7 @@ Files are replaced atomically, so that a process may be killed at any time. A re
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -24,6 +26,8 @@ from kvern.errors import ConfigError, shown
 from kvern.io.files import reason
 
 UNFINISHED = "UNFINISHED"
+OLD = ".old"
+"""The bundle that is replaced, in the folder of the one that takes its place."""
 FOLDER = "journal"
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -57,11 +61,23 @@ class Journal:
     """The journal in the folder of a bundle."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
-        self._folder = out / FOLDER
+        self.out = self._named = out
+        real = out.resolve()
+        self._next = real.with_name(f".{real.name}.next")
         self._identity: Mapping[str, Any] = {}
-        self._before: bytes | None = None
+        self._before: Mapping[str, Any] | None = None
         self._was_finished = False
+        self.is_copy = False
+        """True once this process has begun a bundle in place of one that is whole."""
+
+    @property
+    def _folder(self) -> Path:
+        return self.out / FOLDER
+
+    def recover(self) -> None:
+        """Ends a replacement during which a process was killed."""
+        if not self.out.exists() and (self._next / OLD).exists():
+            os.rename(self._next, self.out.resolve())
 
     @contextlib.contextmanager
     def held(self, identity: Mapping[str, Any], overwrite: bool) -> Iterator[None]:
@@ -81,8 +97,10 @@ class Journal:
             except BlockingIOError:
                 raise ConfigError(f"out {self.out} is being made by another process: wait for its end") from None
             self._identity = identity
-            self._before = self.beside("asked.json").read_bytes() if self.beside("asked.json").is_file() else None
+            self._before = _asked_in(self.out)
             self._was_finished = self._before is not None and not (self.out / UNFINISHED).exists()
+            if self._was_finished and _apart(self._before, identity):
+                self._step_aside()
             self._remove_pieces()
             yield
 
@@ -92,31 +110,49 @@ class Journal:
         if not self.out.is_dir():
             raise ConfigError(f"out {self.out} is a file: give a folder")
         try:
-            before = msgspec.json.decode((self._folder / "asked.json").read_bytes())
-        except FileNotFoundError:
-            if any(path.name != FOLDER for path in self.out.iterdir()):
-                raise ConfigError(f"out {self.out} holds other files, and no bundle: give a new folder") from None
-            return
+            before = _asked_in(self.out)
+            begun = _asked_in(self._next)
         except (OSError, ValueError) as error:
             raise ConfigError(f"out {self.out} cannot be read: {reason(error)}; give another folder") from None
-        apart = [name for name, value in identity.items() if before.get(name) != value]
-        if apart and not overwrite:
+        if before is None:
+            if any(path.name != FOLDER for path in self.out.iterdir()):
+                raise ConfigError(f"out {self.out} holds other files, and no bundle: give a new folder")
+            return
+        apart = _apart(before, identity)
+        if apart and not overwrite and (begun is None or _apart(begun, identity)):
             name = apart[0]
             raise ConfigError(
                 f"out {self.out} has a bundle with {name} {shown(before.get(name))}, and {name} is now "
                 f"{shown(identity[name])}: give another folder, or --overwrite, which keeps what stands"
             )
 
+    def _step_aside(self) -> None:
+        """Goes on in the folder beside a whole bundle: what an earlier process began there, or all that stands now."""
+        if _asked_in(self._next) is None or not _apart(self._before, self._identity):
+            self.is_copy = True
+            shutil.rmtree(self._next, ignore_errors=True)
+            try:
+                if self.out.stat().st_dev != self._next.parent.stat().st_dev:
+                    raise OSError(errno.EXDEV, "it is a file system of its own")
+                shutil.copytree(self.out, self._next, copy_function=_linked, ignore=lambda *_: (UNFINISHED, OLD))
+            except OSError as error:
+                told = f"out {self.out} has a bundle, beside which {self._next} cannot be made to take its place"
+                raise ConfigError(f"{told}: {reason(error)}; give another folder") from None
+        self.out = self._next
+
     def _remove_pieces(self) -> None:
         """Removes what a killed process left: folders of weights, and files, that were not whole."""
-        for path in (*self.out.glob(".*weights.*"), *self.out.glob(".*.new"), *self._folder.glob(".*.new")):
+        pieces = (*self.out.glob(".*weights.*"), *self.out.glob(".*.new"), *self._folder.glob(".*.new"), self.out / OLD)
+        for path in pieces:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                path.unlink()
+                path.unlink(missing_ok=True)
 
     def begin(self, stage: str) -> None:
-        """Notes what was asked for, that the bundle is unfinished, and at which stage."""
+        """Notes what was asked for, that the bundle is unfinished, and at which stage; beside one that is whole."""
+        if self._was_finished and not self.is_beside:
+            self._step_aside()
         write_whole(self.beside("asked.json"), msgspec.json.encode(self._identity))
         told = f"This bundle is unfinished: its stage is {stage}. The same kvern deploy command goes on with it.\n"
         write_whole(self.out / UNFINISHED, told.encode())
@@ -126,15 +162,19 @@ class Journal:
         """True if nothing was asked for in this folder before this process."""
         return self._before is None
 
-    def restore(self) -> None:
-        """Notes that the bundle is whole as it was before this process, if it was."""
-        if self._was_finished and self._before is not None:
-            write_whole(self.beside("asked.json"), self._before)
-            self.finish()
+    @property
+    def is_beside(self) -> bool:
+        """True while a whole bundle is in the folder that was named, and another one is made."""
+        return self.out == self._next
 
     def finish(self) -> None:
-        """Notes that the bundle is whole."""
+        """Notes that the bundle is whole, and puts it in the place of the one that was."""
         (self.out / UNFINISHED).unlink(missing_ok=True)
+        if self.is_beside:
+            os.rename(self._named.resolve(), self._next / OLD)
+            os.rename(self._next, self._named.resolve())
+            self.out = self._named
+            shutil.rmtree(self.out / OLD, ignore_errors=True)
 
     def read(self, name: str, key: str, kind: type[Kind]) -> tuple[Kind, float] | None:
         """Returns the result of a stage with these inputs and its seconds; None if it has not ended."""
@@ -156,6 +196,26 @@ class Journal:
     def beside(self, name: str) -> Path:
         """Returns the path of a file in the journal that a stage keeps for itself."""
         return self._folder / name
+
+
+def _asked_in(folder: Path) -> Mapping[str, Any] | None:
+    """Returns what was asked of the bundle in a folder; None: there is none. Raises OSError or ValueError."""
+    try:
+        found: Mapping[str, Any] = msgspec.json.decode((folder / FOLDER / "asked.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found
+
+
+def _apart(before: Mapping[str, Any] | None, identity: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in identity.items() if (before or {}).get(name) != value]
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
 
 
 def key_of(*parts: Any) -> str:

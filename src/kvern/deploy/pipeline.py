@@ -2,13 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvern.deploy.bundle import Bundle
-from kvern.deploy.description import read_bundle
 from kvern.deploy.discover import Discover
 from kvern.deploy.journal import Journal, key_of
 from kvern.deploy.plan import Plan
@@ -42,10 +40,11 @@ class Outcome(NamedTuple):
 
 
 def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Sequence[Stage] | None = None) -> Outcome:
-    """Makes a bundle, or goes on with it; one that was whole stays so if a stage refuses. Raises KvernError."""
+    """Makes a bundle, or goes on with it; one that is whole stays so until the new one is. Raises KvernError."""
     chosen = stages() if chosen is None else chosen
     check_files(asked)
     journal = Journal(asked.out)
+    journal.recover()
     sections: list[Section] = []
     failed: list[str] = []
     is_new = not asked.out.exists()
@@ -58,10 +57,8 @@ def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Se
                 key = key_of(__version__, stage.name, stage.inputs(work), before)
                 result, seconds = _stage(stage, key, work, said, number > CHECKS or journal.is_new)
             except (KvernError, OSError) as error:
-                if is_new and number <= WITHOUT_WORK:  # nothing is lost, and the next try may have other options
-                    journal.remove()
-                elif _whole(asked.out):
-                    journal.restore()
+                if (is_new or journal.is_copy) and number <= WITHOUT_WORK:
+                    journal.remove()  # nothing is lost, and the next try may have other options
                 if isinstance(error, KvernError):
                     raise
                 raise ConfigError(f"{stage.name} stopped: {error.filename or asked.out}: {reason(error)}") from None
@@ -74,15 +71,6 @@ def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Se
             write_report(work, sections, failed)
             journal.finish()
     return Outcome(failed, sections, work)
-
-
-def _whole(out: Path) -> bool:
-    """True if a folder has a description and the weights that belong to it."""
-    try:
-        read_bundle(out).check_contents()
-    except (KvernError, OSError):
-        return False
-    return True
 
 
 def _stage(stage: Stage, key: str, work: Work, said: str, notes: bool) -> tuple[Any, float]:

@@ -103,7 +103,7 @@ class Quantize:
         folder = Path(work.of(Sharded).folder)
         checkpoint = Checkpoint(folder, resolve_device(EngineConfig()))
         rows, _ = texts_of(work, folder)
-        out = work.asked.out / WEIGHTS
+        out = work.folder / WEIGHTS
         shutil.rmtree(out, ignore_errors=True)
         report = self._mix(work, checkpoint, rows, out)
         result = Quantized(
@@ -141,7 +141,7 @@ class Quantize:
         """True if the folder has the weights that were written."""
         if result.folder is None:
             return True
-        files = sorted((work.asked.out / result.folder).glob("*.safetensors"))
+        files = sorted((work.folder / result.folder).glob("*.safetensors"))
         return bool(files) and _digest(files) == result.digest
 
     def report(self, result: Quantized) -> Part:
@@ -184,7 +184,7 @@ def _failed(work: Work, result: Quantized) -> list[str]:
             "allowed (--max-loss)"
         )
     if work.of(Planned).lacks:
-        folder = work.asked.out / WEIGHTS
+        folder = work.folder / WEIGHTS
         best = estimated(EngineConfig(str(folder)), folder, load_of(work), work.asked.memory)[0][0]
         if best.lacks:
             failed.append(f"with {result.bits:.3f} bits a weight {best.lacks}: allow a larger --max-loss")

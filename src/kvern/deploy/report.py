@@ -46,8 +46,8 @@ def write_report(work: Work, sections: Sequence[Section], failed: Sequence[str])
         },
     }
     data = msgspec.json.format(msgspec.json.encode(told), indent=1) + b"\n"
-    write_whole(work.asked.out / DATA, data)
-    write_whole(work.asked.out / PAGE, page(work.asked.model, sections, failed).encode())
+    write_whole(work.folder / DATA, data)
+    write_whole(work.folder / PAGE, page(work.asked.model, sections, failed).encode())
 
 
 def page(model: str, sections: Sequence[Section], failed: Sequence[str]) -> str:

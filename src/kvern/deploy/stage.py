@@ -72,6 +72,11 @@ class Work:
     say: Callable[[str], None]
     results: dict[type[msgspec.Struct], msgspec.Struct] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> Path:
+        """The folder that is worked in: `asked.out`, or one beside it while that holds a whole bundle."""
+        return self.journal.out
+
     def of(self, kind: type[Kind]) -> Kind:
         """Returns the result of the stage whose results have this type."""
         found = self.results[kind]

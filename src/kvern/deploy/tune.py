@@ -63,7 +63,7 @@ def engine_options(work: Work) -> dict[str, Any]:
     quantized = work.of(Quantized)
     folder = Path(work.of(Sharded).folder)
     if quantized.folder is not None:
-        folder = (work.asked.out / quantized.folder).absolute()
+        folder = (work.folder / quantized.folder).absolute()
     options: dict[str, Any] = {"model": str(folder), **work.of(Sharded).options}
     if work.asked.memory is not None and (tokens := work.of(Planned).cache_tokens):
         options["kv_cache_tokens"] = tokens

@@ -124,7 +124,7 @@ class Verify:
         walk = Walk(checkpoint, held)
         for index in range(walk.layers):
             walk.advance(walk.block(index))
-        measured = measure_folder(work.asked.out / str(work.of(Quantized).folder), walk, held)
+        measured = measure_folder(work.folder / str(work.of(Quantized).folder), walk, held)
         found.loss = measured["loss"]
         found.perplexity = measured["perplexity"]
         found.plain_perplexity = measured["plain_perplexity"]
