@@ -52,7 +52,9 @@ class PageTable(NamedTuple):
 
 
 @Launcher
-@triton.jit(do_not_specialize_on_alignment=["table", "sums"])
+@triton.jit(
+    do_not_specialize=["page_blocks", "heads", "stride"], do_not_specialize_on_alignment=["table", "sums"]
+)  # one form, which a start compiles
 def _page_copy_kernel(
     memory: tl.tensor,
     segments: tl.tensor,

@@ -36,6 +36,9 @@ MOST_WRITING = 256 << 20
 """Bytes on their way to a store; pages beyond are not saved."""
 PROMPT_BATCHES = 4
 """Batches that the engine's thread has copied at once."""
+PROMPT_BYTES = 512 << 20
+"""Bytes that the engine's thread has on their way at most, about as many as come during a step. Beginning copies takes
+its time, so those of many loads are begun in turn, and the first requests run while pages of others come."""
 ENDING_SECONDS = 2.0
 PINNED = (0.001, 25e9)
 """Seconds and bytes a second that are expected of pinned memory before it was used."""
@@ -73,6 +76,8 @@ class Shelf:
         self._loads: dict[int, Load] = {}
         self._arrivals: deque[Arrival] = deque()
         """Pieces that the engine's thread has begun to copy itself."""
+        self._queued: deque[Arrival] = deque()
+        """Pieces in the memory of stores that it has not begun to copy."""
         self._lock = threading.Lock()
         self._questions: dict[int, tuple[set[Shelved], float]] = {}
         self._numbers = 0
@@ -200,9 +205,10 @@ class Shelf:
         for one, found in cut.items():
             for batch in found:
                 arrival = Arrival(one, load, batch)
-                if self._is_prompt(one):  # the first are copied while the others are looked for
+                if self._is_prompt(one):
                     self._lend(arrival)
-                    self._arrivals.append(arrival)
+                    self._queued.append(arrival)
+                    self._copy_queued()  # the first are copied while the others are looked for
                 else:
                     one.reading.submit(partial(self._read, arrival), arrival.size)
 
@@ -210,6 +216,7 @@ class Shelf:
         """Get pages from a store, check them, and have them copied to where they belong. Called by its thread."""
         if not arrival.load.has_ended:
             (self._get if arrival.one.direct is None else self._lend)(arrival)
+            self._copy(arrival)
         if self._memory.is_prompt:  # the engine's thread sees when the copies are done: they wait for its steps
             self._answered(arrival)
             self._arrivals.append(arrival)
@@ -234,20 +241,26 @@ class Shelf:
             arrival.one.breaker.worked(arrival.began)
         except Exception as error:  # a store may raise anything
             arrival.one.failed(error, arrival.began)
-        self._copy(arrival)
 
     def _is_prompt(self, one: Shelved) -> bool:
         """True if the engine's thread itself has pages copied from a store."""
         return self._memory.is_prompt and one.direct is not None
 
     def _lend(self, arrival: Arrival) -> None:
-        """Have pages in this process's memory copied to where they belong."""
+        """Finds pages in this process's memory, which stay there until they are given back."""
         assert arrival.one.direct is not None
         arrival.began = self._clock()
         names = [piece.name for piece in arrival.pieces]
         arrival.lent = arrival.one.direct.lend(names, [len(piece.at) for piece in arrival.pieces])
         arrival.places = [None if place is None else place.parts for place in arrival.lent]
-        self._copy(arrival)
+
+    def _copy_queued(self) -> None:
+        """Begins copies, unless enough are on their way."""
+        while self._queued and sum(arrival.size for arrival in [*self._arrivals]) < PROMPT_BYTES:
+            arrival = self._queued.popleft()
+            arrival.began = self._clock()
+            self._copy(arrival)
+            self._arrivals.append(arrival)
 
     def _copy(self, arrival: Arrival) -> None:
         """Begin to copy the pages whose headers are right."""
@@ -328,6 +341,7 @@ class Shelf:
         """Check what the engine's thread has had copied, as far as the copies are done."""
         while self._arrivals and (self._arrivals[0].copies is None or self._arrivals[0].copies.is_done()):
             self._arrived(self._arrivals.popleft())
+        self._copy_queued()
 
     def _forget_parts(self, arrival: Arrival, places: Sequence[Parts | None]) -> None:
         """Let pages of which a store lacks pieces be saved again: it forgets the piece by which they are found."""
