@@ -213,6 +213,7 @@ COMMANDS = {
     ("quantize",): "kvern.cli.quantize:QuantizeCommand",
     ("train-eagle",): "kvern.cli.train_eagle:TrainEagleCommand",
     ("triton",): "kvern.cli.triton:TritonCommand",
+    ("tpu",): "kvern.cli.tpu:TpuCommand",
     ("bench", "offline"): "kvern.cli.bench:Offline",
     ("bench", "serve"): "kvern.cli.bench_serve:ServeBench",
     ("bench", "steps"): "kvern.cli.bench_steps:StepsCommand",

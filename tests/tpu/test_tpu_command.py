@@ -1,0 +1,89 @@
+"""The command kvern tpu: what it prints, and bad input."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvern.cli.main import main
+from kvern.tpu import ahead
+from tests.support.tiny_model import make_tiny_model
+from tests.support.tpu import make_random, needs_jax
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing", "what"),
+    [
+        ([], "jax", "kvern tpu needs the package jax, which is not installed: pip install 'kvern[tpu]'"),
+        (["--compile", "v5e"], "libtpu", "needs the package libtpu"),
+        (["--check", "--dtype", "bfloat16"], None, "dtype is bfloat16: --check compares"),
+        (["--rows", "4"], None, "rows is 4: it is a size of steps that --compile compiles; drop --rows"),
+        (["--compile", "all", "--check"], None, "check is True: with --compile nothing runs; drop --check"),
+        (["--max-tokens", "0"], None, "max_tokens is 0"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str],
+    missing: str | None,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if missing == "libtpu":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "libtpu" else name)
+    elif missing is not None:
+        monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["tpu", "kvern-1m", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert what in said
+    assert said.count("\n") == 1
+
+
+@needs_jax
+def test_a_model_answers_as_pytorch_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_model(tmp_path)
+    given = ["tpu", str(tmp_path), "--prompt", "the quick", "--max-tokens", "3"]
+    assert main([*given, "--check"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the quick")
+    assert "of the answer's tokens" in said
+    for wrong, what in ((["--prompt", ""], "prompt is empty"), (["--max-model-len", "9999"], "above the model's 512")):
+        assert main([*given, *wrong]) == 2
+        assert what in capsys.readouterr().err
+
+
+@needs_jax
+def test_other_models_are_refused_before_they_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_random(tmp_path, {"hidden_act": "gelu"})
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["tpu", str(tmp_path)]) == 2
+    assert "layers.mlp.activation is 'gelu'" in capsys.readouterr().err
+
+
+def test_compiled_steps_are_a_table_and_errors_are_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What libtpu answers stands in tests/tpu/test_tpu_ahead.py."""
+    found = [
+        ahead.Step("prefill", 10**9, 3 * 10**9, 10**9, 10**9, 5 * 10**8, 10**7),
+        ahead.Step("decode", error="full"),
+    ]
+    asked: list[ahead.Request] = []
+    monkeypatch.setattr(ahead, "compiled", lambda request: asked.append(request) or found)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    make_random(tmp_path, {})
+    (tmp_path / "model.safetensors").unlink()
+    assert main(["tpu", str(tmp_path), "--compile", "all", "--rows", "3"]) == 1
+    said = capsys.readouterr().out
+    assert [f"{number} GB" for number in said.partition("prefill")[2].split("\n")[0].replace("GB", "").split()] == [
+        "2.000 GB",
+        "1.000 GB",
+        "0.500 GB",
+        "0.010 GB",
+        "3.510 GB",
+        "16.000 GB",
+    ]
+    assert "v5p, decode: full" in said
+    assert [(request.chip, request.rows, request.max_model_len) for request in asked] == [
+        (chip, 3, 512) for chip in ("v5e", "v6e", "v5p")
+    ]
