@@ -1,14 +1,21 @@
 """The first thing that goes while the machine has little memory: blocks that are cached, and that nobody uses."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvern import EngineConfig
+from kvern.request.events import EngineStatistics
+from kvern.residency.gpus import CardMemory, GpuMemory
 from kvern.residency.keeper import Keeper
-from kvern.residency.policy import Footprint
-from kvern.residency.pressure import HostMemory, Watch
+from kvern.residency.options import ServedModel
+from kvern.residency.policy import Footprint, Move
+from kvern.residency.pressure import LEAST_FREE, HostMemory, Watch
+from kvern.serving.replica import RETRY_SECONDS, Replica
+from kvern.serving.wire import Ready
 from tests.support.several_models import served
 
 CHUNK = 100_000_000
@@ -92,3 +99,65 @@ def test_caches_are_not_granted_the_same_memory_again_while_they_do_not_write_to
         assert replica.cache_chunks == 16
 
     asyncio.run(run())
+
+
+def test_on_a_gpu_caches_give_back_what_a_wake_takes() -> None:
+    """All of the card is theirs until another model is asked; nobody is refused, and nobody falls asleep."""
+    watch = Watch(lambda: CardMemory(LEAST_FREE + CHUNK, TOTAL))
+    card = GpuMemory(TOTAL, TOTAL)
+    begun: list[Move] = []
+
+    async def run() -> None:
+        engines = (EngineConfig("kvern-1m", served_model_name=(name,), gpu_memory_share=0.1) for name in "ab")
+        keeper = Keeper([ServedModel(engine, gpu=card) for engine in engines], 30 * CHUNK, None, watch)
+        replica = FakeReplica(20, 5)
+        keeper.residency.asked("a", 0.0)
+        assert keeper.residency.decide(0.0).moves
+        keeper.residency.moved("a", 0.0, Footprint(2 * CHUNK, 1.0))
+        keeper.residency.ended("a", 1.0)
+        keeper.residents[0].client = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
+        keeper._begin = begun.append  # type: ignore[method-assign, assignment]
+        keeper._decide()
+        assert replica.cache_chunks == 20 and not begun
+        keeper.residency.asked("b", time.monotonic())
+        keeper._decide()
+        assert begun == [Move("b", "awake")]
+        assert replica.cache_chunks == 19, "a has 2 chunks, b will have 10, and one is in both"
+
+    asyncio.run(run())
+
+
+class Asked(Replica):
+    """An engine that answers when a test says so."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        ready = Ready(1, 1, "", gpu="GPU-0", least_chunks=2)
+        send = lambda message: self.sent.append(message.chunks)  # noqa: E731
+        self.supervisor = SimpleNamespace(link=SimpleNamespace(ready=ready), send=send)  # type: ignore[assignment]
+        self._latest, self._asked_chunks, self._asked_at = EngineStatistics(), 0, 0.0
+
+    def answers(self, chunks: int, refused: int = 0) -> None:
+        self._latest = EngineStatistics(cache_chunks=chunks, cache_refused=refused)
+
+
+def test_memory_that_a_card_did_not_have_is_not_counted_and_asked_for_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("kvern.serving.replica.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    engine = Asked()
+    assert engine.cache_chunks == 2
+    assert engine.resize_cache(8) and not engine.resize_cache(8)
+    assert engine.cache_chunks == engine.cache_touched == 8, "it is about to have them"
+    engine.answers(5, refused=8)
+    assert engine.cache_chunks == engine.cache_touched == 5
+    assert not engine.resize_cache(8)
+    clock[0] += RETRY_SECONDS
+    assert engine.resize_cache(8) and not engine.resize_cache(8)
+    engine.answers(8)
+    assert engine.cache_chunks == 8
+    assert engine.resize_cache(3)
+    assert engine.cache_chunks == 8, "until it says that it has given them back"
+    engine.answers(3)
+    assert engine.cache_chunks == 3 and engine.sent == [8, 8, 3]

@@ -151,6 +151,19 @@ def test_a_wake_waits_for_others_to_make_way_or_is_refused_with_the_numbers() ->
     assert moves(residency, 53.0) == [("b", "awake")], "its KV cache is taken as it fills"
 
 
+def test_what_caches_give_back_for_a_wake_is_as_good_as_free_but_relieves_nobody() -> None:
+    residency = residency_of("a")
+    residency.add("b", Terms(pin=True), SIZE, 0.0)
+    residency.host, residency.lent = left(1), 1 * GB
+    assert moves(residency, 100.0) == [("a", "asleep")], "b takes 3 GB at once"
+    residency.moved("a", 101.0)
+    residency.lent = 2 * GB
+    assert moves(residency, 101.0) == [("b", "awake")]
+    residency.moved("b", 102.0)
+    residency.host, residency.lent = left(-0.5), 9 * GB
+    assert moves(residency, 103.0) == [("a", "cold")]
+
+
 def test_models_that_wake_at_the_same_time_fit_together() -> None:
     residency = residency_of("a", "b", awake_from=None)
     residency.host = left(5)
