@@ -55,7 +55,7 @@ def saved_late(monkeypatch: pytest.MonkeyPatch, is_late: Callable[[PageSave], bo
         if isinstance(message, TierMessage):
             saves = [*late, *(save for save in message.saves if not is_late(save))]
             late[:] = [save for save in message.saves if is_late(save)]
-            message = TierMessage(saves, message.loads, message.ended)
+            message = TierMessage(saves, message.loads, message.ended, written=message.written)
         return message
 
     monkeypatch.setattr(TierTraffic, "plan", plan_late)

@@ -10,19 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import openai
 import pytest
 
 from kvern import LLM, EngineConfig, SamplingParams
+from kvern.cache.messages import TierMessage
 from kvern.engine.core import EngineCore
 from kvern.engine.hand_overs import HAND_OVER_SECONDS
 from kvern.errors import ConfigError
 from kvern.request.events import TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.serving.choice import LEAST_HANDED_OVER
 from kvern.serving.client import EngineClient
 from kvern.serving.replicas import Replica
@@ -284,6 +286,64 @@ def test_pages_that_left_the_store_meanwhile_are_put_again(family: str, tmp_path
         assert is_idle(llm)
 
 
+class Flying:
+    """Steps of a device that computes while the host does other things: a result that is awaited has come then."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.submit, self.awaited = core.executor.submit, 0
+        self.computed: list[list[str]] = []
+        """The requests of each step that computed something."""
+        self.saved_late = 0
+        """Pages that a step before wrote."""
+        core.executor.submit = self._submit  # type: ignore[method-assign]
+
+    def _submit(self, output: SchedulerOutput) -> StepResult:
+        if (message := output.message(TierMessage)) is not None:
+            self.saved_late += len(message.saves)
+        if output.scheduled:
+            self.computed.append(output.request_ids)
+        return FlyingStep(self, self.submit(output))
+
+
+class FlyingStep(NamedTuple):
+    steps: Flying
+    step: StepResult
+
+    def done(self) -> bool:
+        return False
+
+    def result(self) -> ModelRunnerOutput:
+        self.steps.awaited += 1
+        return self.step.result()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_end_is_told_while_the_next_steps_compute_other_prompts(family: str, depth: int, tmp_path: Path) -> None:
+    """No step is awaited between the last of a prompt, which writes a page, and its end."""
+    options = {**CHUNKS, "max_batch_tokens": 100}
+    with LLM(str(make_checkpoint(family, tmp_path)), **options, kv_tier=("host:32MB",)) as llm:
+        core, shelf, may_save = core_here(llm), tier_of(llm).shelf, threading.Event()
+        core._clock, core._depth, seal = lambda: 0.0, depth, shelf._seal
+        shelf._seal = lambda *given: may_save.wait() and seal(*given)  # type: ignore[method-assign]
+        steps = Flying(core)
+        for name, prompt in (("first", LONG[0][:140]), ("second", LONG[3])):
+            core.add(RequestSpec(name, PromptInput([7, *prompt]), ResolvedParams(), 30).prompt_alone())
+        while not core._handing:
+            assert not core.step()
+        awaited, begun = steps.awaited, len(steps.computed)
+        for _ in range(5):
+            assert not core.step()
+        assert steps.awaited == awaited and len(steps.computed) == begun + depth - 1
+        assert "second#0" in steps.computed[-1], "the other prompt is not computed yet"
+        may_save.set()
+        eventually(lambda: shelf.is_quiet)
+        [event] = core.step()
+        assert event.request_id == "first#0" and not lacking(event)
+        assert [event.request_id for event in until_told(core)] == ["second#0"]
+        assert not steps.saved_late and is_idle(llm)
+
+
 def test_pages_for_which_a_store_has_no_room_are_not_awaited(tiny_model: Path) -> None:
     """What another engine will not find is told, and the first pages are kept of a prompt that is too long."""
     with LLM(str(tiny_model), **CHUNKS, kv_tier=("host:100KB",)) as llm:
@@ -302,7 +362,7 @@ def test_pages_for_which_a_store_has_no_room_are_not_awaited(tiny_model: Path) -
 
 def until_told(core: EngineCore) -> list[TokenEvent]:
     events: list[TokenEvent] = []
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + 20
     while core.has_work:
         events += core.step()
         assert time.monotonic() < until

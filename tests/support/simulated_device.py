@@ -423,6 +423,9 @@ class SimulatedDevice:
         """A step's time passes for what is being loaded, and other loads begin; the report of what has arrived."""
         self.arriving = {number: (steps - 1, loads) for number, (steps, loads) in self.arriving.items()}
         tier = output.message(TierMessage)
+        for save in () if tier is None else tier.written:
+            assert self.tier is not None
+            self.tier.keep(save, self.memory, self.states.seen)
         for load in () if tier is None else tier.loads:
             assert self.tier is not None
             self.tier.begin(load, self.memory, self.states.seen)

@@ -111,6 +111,9 @@ class _RecordedResult:
         self._executor, self._result = executor, result
         self._output, self._submitted = output, submitted
 
+    def done(self) -> bool:
+        return self._result.done()
+
     def result(self) -> ModelRunnerOutput:
         found = self._result.result()
         self._executor.take(self._output, found, self._submitted)

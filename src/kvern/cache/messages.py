@@ -111,6 +111,7 @@ class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
     """Pages to be saved before a step changes a block, pages to be loaded, and loads that need no more reports.
 
+    `written` are pages that the step itself writes, to be saved once it has.
     A step that computes something also tells of which blocks that were loaded a draft model has keys now, `drafted`,
     and of which it has not, `undrafted`.
     """
@@ -122,6 +123,7 @@ class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
     ended: list[int]
     drafted: list[int] = msgspec.field(default_factory=list)
     undrafted: list[int] = msgspec.field(default_factory=list)
+    written: list[PageSave] = msgspec.field(default_factory=list)
 
 
 class EncodingStart(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -39,6 +39,11 @@ class SharedPrompt:
         return True
 
     @property
+    def arrives(self) -> bool:
+        """True if the page that is awaited next comes without another step."""
+        return bool(self.awaited) and self.tier.is_saving(*self.awaited[0])
+
+    @property
     def lacking_tokens(self) -> int:
         """The tokens of pages that others will not find, as far as is known now."""
         return self.page_tokens * len(self._lacking | {key for key, _ in self.awaited})

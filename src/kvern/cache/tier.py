@@ -72,10 +72,14 @@ class TierTraffic(CacheExtension):
         """The blocks of the first block table hold something."""
         self._offers: dict[Node, int] = {}
         """Nodes that end a page, and the steps after which it is written."""
+        self._urgent: list[Node] = []
+        """Nodes of prompts for other engines that the step which is planned writes."""
         self._offered_states: dict[Node, None] = {}
         """Nodes that are written, and whose states may be written soon."""
         self._drafts = DraftTraffic(page_blocks)
         self._saves: list[PageSave] = []
+        self._sent: list[tuple[int, PageSave]] = []
+        """Saves that steps on their way were told of, by the numbers of the steps."""
         self._loads: list[PageLoad] = []
         self._ended: list[int] = []
         self._completed = 0
@@ -127,26 +131,40 @@ class TierTraffic(CacheExtension):
         polls = bool(self._loading) and self._completed >= output.step - 1
         if not (output.scheduled or self._saves or self._loads or polls):
             return None
-        message = TierMessage(self._saves, self._loads, self._ended)
+        message = TierMessage(self._saves, self._loads, self._ended, written=self._written(output.step))
+        self._sent += [(output.step, save) for save in (*message.saves, *message.written)]
         if output.scheduled:
             self._drafts.tell(message)
         self._saves = []
         self._loads = []
         self._ended = []
-        is_needed = message.saves or message.loads or message.ended or message.undrafted
+        is_needed = message.saves or message.loads or message.ended or message.undrafted or message.written
         return message if is_needed or polls else None
 
     def publish(self, request: Request, index: int, node: Node, step: int) -> None:
         if (index + 1) % self._page_blocks == 0:
             self._offers.pop(node, None)
             self._offers[node] = step
+            if request.spec.hands_over and self._states is None:  # states are copied by the next step
+                self._urgent.append(node)
+
+    def _written(self, step: int) -> list[PageSave]:
+        """The pages of prompts for other engines that a step writes: these wait for nothing else."""
+        urgent = [node for node in self._urgent if self._offers.get(node) == step]
+        self._urgent = []
+        saves = [self._save_of(node, step) for node in urgent]
+        for node in urgent:
+            del self._offers[node]
+        return [save for save in saves if save is not None]
 
     def completed(self, step: int) -> None:
         """Pages that are written now are saved by the next step, whatever it evicts."""
         self._completed = step
+        self._sent = [each for each in self._sent if each[0] > step]
         for node in [*takewhile(lambda node: self._offers[node] <= step, self._offers)]:
             del self._offers[node]
-            self._save(self._tree.key(node), self._nodes_of(node))
+            if (save := self._save_of(node, step)) is not None:
+                self._saves.append(save)
             if self._states is not None:
                 self._offered_states[node] = None
         if self._states is not None:
@@ -158,17 +176,17 @@ class TierTraffic(CacheExtension):
     def leave(self, request: Request, end: SequenceEnd | None) -> None:
         self._drafts.left(request)
 
-    def _save(self, key: bytes, nodes: Sequence[Node]) -> None:
-        """Save the blocks of a page, as far as a store lacks them, and all tables have the whole page."""
+    def _save_of(self, node: Node, step: int) -> PageSave | None:
+        """A page's blocks after a step, if a store lacks them, and all tables have the whole page; None: none."""
         tables: list[list[int]] = [[]]
+        key, nodes = self._tree.key(node), self._nodes_of(node)
         if self._has_blocks and self._tier.wants(key, Part.BLOCKS):
             tables[0] = [node.block for node in nodes]
         if self._windows is not None:
-            held = self._windows.written(nodes)
+            held = self._windows.written(nodes, step)
             wanted = bool(held) and self._tier.wants(key, Part.WINDOWS)
             tables += [list(column) if wanted else [] for column in held or [()] * self._windows.tables]
-        if any(tables):
-            self._saves.append(PageSave(key, tables))
+        return PageSave(key, tables) if any(tables) else None
 
     def _save_states(self, states: StatePool) -> None:
         """Save the states that are written now: each is copied by the step after the one that computes it."""
@@ -509,7 +527,8 @@ class TierTraffic(CacheExtension):
     def _is_planned(self, key: bytes, part: Part) -> bool:
         """True if one of the next steps saves a part of a page, if it can."""
         offered = chain(self._offers, self._offered_states if part is Part.STATE else ())
-        return any(key == self._tree.key(node) for node in offered) or any(key == save.key for save in self._saves)
+        saves = chain(self._saves, (save for _, save in self._sent))
+        return any(key == self._tree.key(node) for node in offered) or any(key == save.key for save in saves)
 
     def _offer_again(self, nodes: Sequence[Node]) -> None:
         """Save pages that are cached here and may have left the stores."""
@@ -535,6 +554,7 @@ class TierTraffic(CacheExtension):
         self._loading = {}
         self._loads = []
         self._saves = []
+        self._sent = []
         self._drafts.undo()
         self._unanswered.clear()
         for load in loads:

@@ -106,10 +106,10 @@ class WindowedBlocks(CacheExtension):
         """The number of the block with the first key that a query at this position sees."""
         return max(0, position + 1 - self.limits.window) // self._block_size
 
-    def written(self, nodes: Sequence[Node]) -> list[Blocks]:
-        """The blocks of all nodes, which are written, for each block table; none if a node lacks them."""
+    def written(self, nodes: Sequence[Node], step: int) -> list[Blocks]:
+        """The blocks of all nodes, which are written after `step`, for each block table; none if a node lacks them."""
         windows = [self._nodes.get(node) for node in nodes]
-        held = [window.blocks for window in windows if window is not None and window.step <= self._tree.completed]
+        held = [window.blocks for window in windows if window is not None and window.step <= step]
         return list(zip(*held, strict=True)) if len(held) == len(nodes) else []
 
     def most_needed(self, computed: int, tokens: int) -> int:

@@ -317,6 +317,9 @@ class EngineCore(EngineLoop):
             self.scheduler.restrict(self._trial.units)
         if self._held:
             self._release()
+        if self._depth == 1 and self._handing.holds(self._clock()):  # a step would be waited for
+            self._rest()
+            return []
         if len(self._in_flight) < self._depth and self._has_steps:
             wanted = None
             if self.drafting is not None:
@@ -336,6 +339,9 @@ class EngineCore(EngineLoop):
                 self.scheduler.restrict(self._trial.units)
             elif self._has_steps or self._handing:
                 self._rest()
+            return []
+        if self._handing and not self._in_flight[0][2].done():
+            self._rest()
             return []
         return self._collect_oldest()
 

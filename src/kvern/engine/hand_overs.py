@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from kvern.cache.manager import KVCacheManager
     from kvern.cache.shared_prompt import SharedPrompt
 
+HOLD_SECONDS = 0.005
+"""Seconds for which no step begins that would have to end before an end can be told."""
 HAND_OVER_SECONDS = 1.0
 """Seconds after which a prompt is handed over though pages are still on their way, as to a store that hangs."""
 
@@ -22,9 +24,9 @@ class HandOvers:
         self._cache = cache
         self._statistics = statistics
         self._computed: dict[str, Request] = {}
-        """Those that are computed now, by their ids."""
+        """The requests that are computed now, by their ids."""
         self._awaiting: list[tuple[TokenEvent, SharedPrompt, float]] = []
-        """The last events of others, what they wait for, and until when."""
+        """The last events of others, what they wait for, and since when."""
 
     def __bool__(self) -> bool:
         """True if the end of some will be told without a step."""
@@ -50,12 +52,16 @@ class HandOvers:
         self._statistics.generation_tokens -= len(event.token_ids)
         shared = self._cache.shared(request)
         if shared is not None:
-            self._awaiting.append((event, shared, now + HAND_OVER_SECONDS))
+            self._awaiting.append((event, shared, now))
         return shared is not None
+
+    def holds(self, now: float) -> bool:
+        """Returns whether an end will probably be told at once."""
+        return any(now < since + HOLD_SECONDS and shared.arrives for _, shared, since in self._awaiting)
 
     def ended(self, now: float) -> list[TokenEvent]:
         """Returns the last events of prompts that others find now, or have to do without."""
-        ready = [each for each in self._awaiting if each[1].has_ended() or now >= each[2]]
+        ready = [each for each in self._awaiting if each[1].has_ended() or now >= each[2] + HAND_OVER_SECONDS]
         if ready:
             self._awaiting = [each for each in self._awaiting if each not in ready]
         return [_told(event, shared.lacking_tokens) for event, shared, _ in ready]

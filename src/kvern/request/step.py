@@ -214,5 +214,8 @@ class StepTooLarge(Exception):
 class StepResult(Protocol):
     """The future result of a step; a Future is one."""
 
+    def done(self) -> bool:
+        """Returns whether `result` has nothing to wait for."""
+
     def result(self) -> ModelRunnerOutput:
         """Waits for the result. Raises what the step raised."""

@@ -67,6 +67,10 @@ class SampledStep:
     token_ids: list[list[int]]
     drafting_seconds: float = 0.0
 
+    def done(self) -> bool:
+        """See `StepResult`."""
+        return True
+
     def result(self) -> ModelRunnerOutput:
         """The output of the step."""
         places = len(self.token_ids)
@@ -137,6 +141,10 @@ class PendingStep:
         self._guessed, self.drafted = guessed, drafted
         if self._done is not None:
             self._done.record()
+
+    def done(self) -> bool:
+        """See `StepResult`."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the device."""

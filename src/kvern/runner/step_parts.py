@@ -116,6 +116,9 @@ class JoinedRequests:
     def __init__(self, parts: Sequence[StepResult]) -> None:
         self._parts = parts
 
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
     def result(self) -> ModelRunnerOutput:
         outputs = [part.result() for part in self._parts]
         return ModelRunnerOutput(
@@ -133,6 +136,9 @@ class JoinedPieces:
 
     def __init__(self, parts: Sequence[StepResult]) -> None:
         self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
 
     def result(self) -> ModelRunnerOutput:
         outputs = [part.result() for part in self._parts]

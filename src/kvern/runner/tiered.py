@@ -47,6 +47,9 @@ class TieredSteps:
             step = self._execute(output)
         finally:
             self._tier.put()
+        if message is not None and message.written:
+            self._tier.save(message.written)
+            self._tier.put()
         if message is not None and message.loads:
             self._counts |= {load.load: NOT_ENDED for load in message.loads}
             self._tier.load(message.loads)
@@ -90,6 +93,9 @@ class Reported:
         self._extension = extension
         self._report = report
 
+    def done(self) -> bool:
+        return self._step.done()
+
     def result(self) -> ModelRunnerOutput:
         output = self._step.result()
         output.reports[self._extension] = self._report
@@ -107,6 +113,9 @@ def computing(execute: Callable[[SchedulerOutput], StepResult]) -> Callable[[Sch
 
 class _Nothing:
     """The result of a step that computed nothing."""
+
+    def done(self) -> bool:
+        return True
 
     def result(self) -> ModelRunnerOutput:
         return ModelRunnerOutput([], [], [])

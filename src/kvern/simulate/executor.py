@@ -69,6 +69,10 @@ class SimulatedStep:
         self.output, self.submitted = output, submitted
         self._executor = executor
 
+    def done(self) -> bool:
+        """See `StepResult`: the time of a step passes when it is waited for."""
+        return True
+
     def result(self) -> ModelRunnerOutput:
         """Lets the time of the step pass; it begins when the step before has ended."""
         self._executor.flying.remove(self)

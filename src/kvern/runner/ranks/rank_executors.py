@@ -263,6 +263,9 @@ class _LaterStep:
             self._step = self._begin()
         return self._step
 
+    def done(self) -> bool:
+        return True  # nothing else is to be waited for before it begins
+
     def result(self) -> ModelRunnerOutput:
         return self.begin().result()
 

@@ -214,13 +214,19 @@ class RankProcesses:
 
 def watched_steps(execute: Callable[[SchedulerOutput], StepResult], others: RankProcesses) -> Callable[..., StepResult]:
     """`execute`, whose results count for nothing if one of the `others` has ended meanwhile."""
-    return others.watched()(lambda output: _WatchedStep(others.watched()(execute(output).result)))
+
+    def watched(output: SchedulerOutput) -> StepResult:
+        step = execute(output)
+        return _WatchedStep(others.watched()(step.result), step.done)
+
+    return others.watched()(watched)
 
 
 class _WatchedStep(NamedTuple):
     """A step of ranks, some of which may end."""
 
     result: Callable[[], ModelRunnerOutput]
+    done: Callable[[], bool]
 
 
 def _child(socket: "zmq.Socket[bytes]", path: Path, module: str, start: bytes) -> "subprocess.Popen[bytes]":
