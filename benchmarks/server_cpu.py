@@ -1,6 +1,10 @@
 """How surely a server that takes 5 % more CPU time for a request is found by the rule of `kvern bench gate`.
 
     python benchmarks/server_cpu.py --starts 12 --output FILE
+    python benchmarks/server_cpu.py --starts 12 --plain="--no-request-records" --third="--trace-layers 100"
+
+With `--third` the third server has these options in place of the burnt share, and the first two those of `--plain`:
+what do they cost, server and engine together?
 
 Each round starts three servers of the small embedded model: two as they are, one whose requests each burn a share more.
 All three answer the same requests, one after another, at the same time, so that what else the machine does hits them
@@ -13,6 +17,7 @@ import asyncio
 import contextlib
 import random
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -58,10 +63,10 @@ def serve(share: float, options: Sequence[str]) -> None:
 
 
 @contextmanager
-def served(share: float) -> Iterator[str]:
+def served(share: float, options: str) -> Iterator[str]:
     """Starts a server, and yields its URL."""
     command = [sys.executable, __file__, "--serve", str(share), "--model", MODEL, "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen([*command, "--threads", "1"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "--threads", "1", *shlex.split(options)], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         found = next(filter(None, (re.search(r"on (http://[\d.]+:\d+)", line) for line in process.stderr)), None)
@@ -88,13 +93,21 @@ async def loads(urls: Sequence[str], requests: int, seed: str) -> list[dict[str,
     return await asyncio.gather(*(load(url) for url in urls))
 
 
-def one_start(runs: int, requests: int, number: int) -> dict[str, Record]:
+def one_start(given: argparse.Namespace, number: int) -> dict[str, Record]:
     """Starts all servers and measures them, in another order each time."""
+    runs, requests, third = given.runs, given.requests, given.third
     order = list(SIDES)[number % 3 :] + list(SIDES)[: number % 3]
     with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(served(SIDES[side])) for side in order]
+        urls = [
+            stack.enter_context(
+                served(0.0 if third else SIDES[side], third if third and side == "planted" else given.plain)
+            )
+            for side in order
+        ]
         run_loop(loads(urls, requests // 4, "to warm up"))
         found = [run_loop(loads(urls, requests, f"{number} {run}")) for run in range(runs)]
+    for figures in (each for run in found if third for each in run):
+        figures["server_cpu_ms"] += figures["engine_cpu_ms"]
     cases = {side: case_of("one at a time", [run[index] for run in found], {}) for index, side in enumerate(order)}
     return {side: make_record("serve", MODEL, [cases[side]]) for side in SIDES}
 
@@ -113,11 +126,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=150, help="of a run (150)")
     parser.add_argument("--pairs", type=int, default=10, help="starts of a gate (10)")
     parser.add_argument("--tolerance", type=float, default=2.5, help="percent (2.5)")
+    parser.add_argument("--plain", default="", help="options of the first two servers")
+    parser.add_argument("--third", default="", help="options of the third one, which then burns nothing")
     parser.add_argument("--output", type=Path, help="file for the result, JSON")
     arguments = parser.parse_args()
     measured = list[dict[str, Record]]()
     for number in range(arguments.starts):
-        measured.append(one_start(arguments.runs, arguments.requests, number))
+        measured.append(one_start(arguments, number))
         middles = [measured[-1][side].cases[0].figures["server_cpu_ms"].median for side in SIDES]
         print(number, *(f"{side} {middle:.3f} ms" for side, middle in zip(SIDES, middles, strict=True)), flush=True)
         if number >= LEAST_RUNS - 1:

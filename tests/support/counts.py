@@ -30,6 +30,7 @@ from kvern.engine.scheduler import Scheduler, SchedulerLimits
 from kvern.request.request import PromptInput, Request, RequestSpec
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.wire import AddRequest, Events, encode
+from tests.support.counted_core import counted
 from tests.support.simulated_device import Setup
 from tests.support.simulated_engine import SimulatedEngine
 
@@ -174,6 +175,13 @@ def wire_counts() -> Counts:
     return {"messages": messages / tokens, "bytes": size / tokens, "bytes_of_a_request": asked / 16}
 
 
+def observed_counts() -> dict[str, Counts]:
+    """Counts of a core that observes its steps and requests, and of one that does not."""
+    gc.collect()
+    gc.disable()
+    return counted(0, instructions) | counted(1, instructions) | counted(64, instructions)
+
+
 def version() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -183,6 +191,7 @@ def measure() -> dict[str, Counts]:
         "decodes": scheduler_counts(turnover=False),
         "turnover": scheduler_counts(turnover=True),
         "wire": wire_counts(),
+        **observed_counts(),
     }
 
 
