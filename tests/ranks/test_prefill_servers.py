@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +62,12 @@ def prefilling(options: tuple[str, ...], address: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def decode(options: tuple[str, ...], address: str) -> Iterator[Served]:
-    with serving(*options, "--role", "decode", "--prefill-server", address) as served:
+def decode(
+    options: tuple[str, ...], address: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """It has an adapter that the other server has not."""
+    own = make_adapter(tiny_model, tmp_path_factory.mktemp("adapters") / "own", 1, r=4)
+    with serving(*options, "--adapter", f"own={own}", "--role", "decode", "--prefill-server", address) as served:
         yield served
 
 
@@ -100,6 +105,7 @@ def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
         assert sum(decode.figure(f"tier_{one}_tokens_total", store="nixl") for one in outcomes) >= 256
         before = handed(decode)
         ask(decode, 1, temperature=0)  # it is cached here
+        check_explained(decode, address)
         assert handed(decode) == before
         prefill.process.send_signal(signal.SIGSTOP)
         stopped = ask(decode, 20, temperature=0)
@@ -115,6 +121,24 @@ def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
         before = handed(decode)
         assert ask(decode, 22, temperature=0)
         assert handed(decode) == before + 1
+
+
+def check_explained(decode: Served, address: str) -> None:
+    """A prompt with an adapter that the prefill server has not is computed here, which its explanation says."""
+    answer = decode.client().completions.create(model="own", prompt=LONG[30], max_tokens=2, temperature=0)
+    told = decode.raw("GET", f"/v1/requests/{answer.id}/explain")[2]
+    reason = f"engine {address} gives it up: it has not its adapter"
+    assert reason in {event["text"] for event in told["timeline"]}
+    assert "it has not its adapter" in told["summary"]
+    assert not told["prompts"] and not told["moves"]
+    assert [one["engine"] for one in told["records"]] == ["0"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "kvern", "explain", answer.id, "--base-url", decode.url.removesuffix("/v1")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "it has not its adapter" in shown.stdout
 
 
 def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model: Path, address: str) -> None:
