@@ -23,6 +23,7 @@ from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, 
 from kvern.simulate.report import figures, read_slo
 from kvern.simulate.timeline import weighted_percentiles
 from kvern.version import __version__
+from tests.support.families import make_checkpoint
 from tests.support.simulation import SIZES, EvenPrice
 
 
@@ -219,6 +220,21 @@ def test_a_load_that_is_drawn_is_another_for_each_seed_and_the_same_for_all_cond
     told = json.loads(capsys.readouterr().out)["runs"]
     small, large = ([run["prompt_tokens"] for run in told[f"block_size={size}"]] for size in (16, 32))
     assert small == large and small[0] != small[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "told"), [("gemma3", "its windows shorten steps"), ("lfm2", "its states take time and memory")]
+)
+def test_estimates_say_what_they_leave_out(
+    family: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(make_checkpoint(family, tmp_path))
+    command = ["--roofline", "--hardware", "l4", "--seeds", "1"]
+    assert main(["simulate", folder, *command, "--load", "rate=9,requests=5,input=9,output=3"]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
+    more = ["--workload", "rate=9,requests=5,input=9,output=3", "--slo", "ttft=1s"]
+    assert main(["plan", folder, *command, *more]) == 0
+    assert told in " ".join(capsys.readouterr().out.split())
 
 
 def test_estimates_are_marked(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,7 @@ def _engines(command: Asked) -> tuple[Engines, str]:
     from kvern.config import EngineConfig
     from kvern.planning.estimate import Workload
     from kvern.planning.hardware import names_of, parse_hardware, this_machine
-    from kvern.simulate.roofline import estimated_condition
+    from kvern.simulate.roofline import estimated_condition, left_out
 
     config = EngineConfig(load_format=command.load_format, quantization=command.quantization, dtype=command.dtype)
     model, config = described(command.model, config)
@@ -139,4 +139,5 @@ def _engines(command: Asked) -> tuple[Engines, str]:
         engines[f"{cards[0].name} ({best.split})"] = condition, count, len(cards) // count
     if not engines:
         raise ConfigError(reasons[0])
-    return engines, f"estimates: {command.model} on {names_of(cards)}; no step of it was measured"
+    told = f"estimates: {command.model} on {names_of(cards)}", "no step of it was measured"
+    return engines, "; ".join((*told, *left_out(model)))

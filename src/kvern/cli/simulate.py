@@ -144,12 +144,13 @@ class SimulateCommand:
             )
         from kvern.planning.estimate import Workload
         from kvern.planning.hardware import names_of, parse_hardware, this_machine
-        from kvern.simulate.roofline import estimated_condition
+        from kvern.simulate.roofline import estimated_condition, left_out
 
         model, config = described(self.model)
         cards = this_machine(config, model.dtype) if self.hardware is None else parse_hardware(self.hardware)
         condition, best = estimated_condition(model, cards, Workload())
-        return condition, f"an estimate: {self.model} on {names_of(cards)}, {best.split}; no step of it was measured"
+        told = f"an estimate: {self.model} on {names_of(cards)}, {best.split}", "no step of it was measured"
+        return condition, "; ".join((*told, *left_out(model)))
 
 
 def recorded(path: Path, model: str | None, hardware: str | None) -> tuple[Condition, str, str]:

@@ -16,6 +16,16 @@ from kvern.simulate.study import Condition
 BLOCK_SIZE = 16
 
 
+def left_out(model: Model) -> list[str]:
+    """Returns what a model's layers do that a simulation does not, in words."""
+    found = []
+    if any(item.window for item in model.spec.attentions):
+        found.append("its windows shorten steps, and blocks behind them are not freed")
+    if model.spec.recurrent:
+        found.append("its states take time and memory, and prefixes are cached as if there were none")
+    return found
+
+
 def estimated_condition(model: Model, cards: Sequence[Card], workload: Workload) -> tuple[Condition, Estimate]:
     """Returns the best way for one engine to use all cards, as a condition. Raises ConfigError if there is none."""
     ways = ranked(model, cards, workload, lambda split: split.data == split.pipeline == 1)
