@@ -37,3 +37,20 @@ def test_what_was_loaded_is_there_when_its_request_is_admitted(delay: int, spare
             assert request.answer.cached_tokens >= least
             talk[:] = [*request.token_ids, *(dice.randrange(3) for _ in range(8))]
         least = LONG + 10 * turn - 2 * PAGE
+
+
+def test_a_load_in_line_behind_others_has_the_time_in_which_their_requests_compute() -> None:
+    setup = Setup(
+        block_size=2, max_model_len=96, spare_blocks=200, slots=6, tier_pages=1000, page_blocks=2, tier_delay=3
+    )
+    found = SimulatedEngine(setup)
+    assert found.tier is not None
+    talks = [[talk, *[1] * LONG] for talk in range(3)]
+    for _ in range(2):
+        found.cache.tree.clear()
+        found.tier.in_line.clear()
+        for talk in talks:
+            found.add(talk, 2)
+        found.run_requests()
+    assert [len(ahead) for ahead in found.tier.in_line] == [0, 1, 2]
+    assert set(found.tier.in_line[-1]) == {(LONG, LONG + 1)}, "the rest is computed"

@@ -39,6 +39,8 @@ class SimulatedTier:
         self.lies = lies
         self.pages: OrderedDict[tuple[bytes, Part], Cells] = OrderedDict()
         self.saved = self.loaded = self.asked_early = 0
+        self.in_line: list[Sequence[tuple[int, int]]] = []
+        """What stands before each request that was the next to run."""
         self._dice = random.Random(seed)
         self._questions: dict[int, int] = {}
         self._numbers = count()
@@ -57,11 +59,15 @@ class SimulatedTier:
         pages: Sequence[tuple[bytes, Part]],
         start: int,
         end: int,
-        ahead: Sequence[tuple[int, int]] | None = None,
+        ahead: Sequence[tuple[int, int]] = (),
+        is_next: bool = True,
     ) -> bool:
         assert pages and start < end
-        assert all(first <= last for first, last in ahead or ())
-        self.asked_early += ahead is not None
+        assert all(first <= last for first, last in ahead)
+        if is_next:
+            self.in_line.append(ahead)
+        else:
+            self.asked_early += 1
         return not self._lies()
 
     def patience(self, start: int, end: int) -> float:

@@ -176,8 +176,8 @@ def test_a_slow_load_pays_if_the_queue_takes_as_long(tiny_model: Path, monkeypat
         pages = [(bytes(16), Part.BLOCKS)]
         assert not tier.pays(pages, 0, 40)
         assert figures(llm).refused_tokens == 40
-        assert not tier.pays(pages, 0, 40, [(0, 8), (60, 64)])
-        assert tier.pays(pages, 0, 40, [(0, 8), (44, 60)])
+        assert not tier.pays(pages, 0, 40, [(0, 8), (60, 64)], is_next=False)
+        assert tier.pays(pages, 0, 40, [(0, 8), (44, 60)], is_next=False)
         assert figures(llm).refused_tokens == 40, "it is not refused before it is the next to run"
 
 

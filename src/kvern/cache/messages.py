@@ -179,11 +179,13 @@ class TierIndex(Protocol):
         pages: Sequence[tuple[bytes, Part]],
         start: int,
         end: int,
-        ahead: Sequence[tuple[int, int]] | None = None,
+        ahead: Sequence[tuple[int, int]] = (),
+        is_next: bool = True,
     ) -> bool:
         """Returns whether loading pages is faster than computing the tokens `start` to `end` of a prompt.
 
-        `ahead`: tokens of other prompts that are computed before, in which time pages may come, too; None: it is next.
+        `ahead`: tokens of other prompts that are computed before, in which time pages may come, too. `is_next`: if it
+        does not pay, the tokens are computed now.
         """
 
     def patience(self, start: int, end: int) -> float:

@@ -34,7 +34,7 @@ from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.cache.shared_prompt import SharedPrompt
 from kvern.cache.states import StatePool
 from kvern.cache.tier_drafts import DraftTraffic
-from kvern.cache.tier_loads import KnownPrompt, LoadedPage, PendingLoad, loaded_page
+from kvern.cache.tier_loads import KnownPrompt, LoadedPage, PendingLoad, left_by, loaded_page
 from kvern.cache.windows import WindowedBlocks
 from kvern.request.events import EngineStatistics
 from kvern.request.request import Request, State
@@ -262,7 +262,8 @@ class TierTraffic(CacheExtension):
         if self._joins(request, pages):
             return True
         self._asked.add(request)
-        return self._loads_if_it_pays(prompt, pages, step, None)
+        left = left_by(self._loading.values(), self._block_size)
+        return self._loads_if_it_pays(prompt, pages, step, left, is_next=True)
 
     def prefetch(
         self,
@@ -286,7 +287,7 @@ class TierTraffic(CacheExtension):
             return False
         self._looks[request] = NEVER
         prompt, pages = found
-        return self._joins(request, pages) or self._loads_if_it_pays(prompt, pages, step, ahead())
+        return self._joins(request, pages) or self._loads_if_it_pays(prompt, pages, step, ahead(), is_next=False)
 
     def _joins(self, request: Request, pages: Sequence[LoadedPage]) -> bool:
         """Let a request wait for pages that are on their way, if some are."""
@@ -297,10 +298,15 @@ class TierTraffic(CacheExtension):
         return True
 
     def _loads_if_it_pays(
-        self, prompt: KnownPrompt, pages: list[LoadedPage], step: int, ahead: Sequence[tuple[int, int]] | None
+        self,
+        prompt: KnownPrompt,
+        pages: list[LoadedPage],
+        step: int,
+        ahead: Sequence[tuple[int, int]],
+        is_next: bool,
     ) -> bool:
         end = pages[-1].end * self._block_size
-        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead):
+        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead, is_next):
             return False
         if self._tier.keeps_drafts:
             ends = [page for page in pages if page.part is Part.BLOCKS and self._has(prompt, page.key, Part.DRAFT)]

@@ -1,6 +1,6 @@
 """Loads from a tier of the KV cache that are on their way, and what is known of a prompt when one is decided on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,3 +70,10 @@ class KnownPrompt(NamedTuple):
 def loaded_page(prompt: KnownPrompt, key: bytes, part: Part, end: int) -> LoadedPage:
     """A part of a page that a store has."""
     return LoadedPage(key, part, end, prompt.sources[key, part] or "")
+
+
+def left_by(loads: Iterable[PendingLoad], block_size: int) -> list[tuple[int, int]]:
+    """What the requests that wait for loads compute afterwards: a load that stands in line behind these has that
+    time."""
+    ends = [(load, (load.known + len(load.blocks)) * block_size) for load in loads]
+    return [(end, len(request.token_ids)) for load, end in ends for request in load.waiting]

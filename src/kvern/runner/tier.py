@@ -101,16 +101,17 @@ class Tier:
         pages: Sequence[tuple[bytes, Part]],
         start: int,
         end: int,
-        ahead: Sequence[tuple[int, int]] | None = None,
+        ahead: Sequence[tuple[int, int]] = (),
+        is_next: bool = True,
     ) -> bool:
         """See `TierIndex`."""
         if self.computing is None:
             return True
-        waits = sum(self.computing(*span) for span in ahead or ())
+        waits = sum(self.computing(*span) for span in ahead)
         sizes = ((self._names(key, part)[0], self._bytes[part]) for key, part in pages if part in self._first)
         if self.shelf.seconds(sizes) <= self.computing(start, end) + waits:
             return True
-        if ahead is None:
+        if is_next:
             self.shelf.refused(end - start)
         return False
 

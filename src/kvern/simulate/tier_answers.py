@@ -57,9 +57,16 @@ class NotedTier:
         """See `TierIndex`."""
         return bool(self._note(self._tier.is_saving(key, part)))
 
-    def pays(self, pages: Sequence[Page], start: int, end: int, ahead: Sequence[tuple[int, int]] | None = None) -> bool:
+    def pays(
+        self,
+        pages: Sequence[Page],
+        start: int,
+        end: int,
+        ahead: Sequence[tuple[int, int]] = (),
+        is_next: bool = True,
+    ) -> bool:
         """See `TierIndex`."""
-        return bool(self._note(self._tier.pays(pages, start, end, ahead)))
+        return bool(self._note(self._tier.pays(pages, start, end, ahead, is_next)))
 
     def patience(self, start: int, end: int) -> float:
         """See `TierIndex`."""
@@ -106,7 +113,14 @@ class RepeatedTier:
         """See `TierIndex`."""
         return bool(next(self._answers, False))
 
-    def pays(self, pages: Sequence[Page], start: int, end: int, ahead: Sequence[tuple[int, int]] | None = None) -> bool:
+    def pays(
+        self,
+        pages: Sequence[Page],
+        start: int,
+        end: int,
+        ahead: Sequence[tuple[int, int]] = (),
+        is_next: bool = True,
+    ) -> bool:
         """See `TierIndex`."""
         return bool(next(self._answers, False))
 
