@@ -14,8 +14,8 @@ memory behind a KV cache: to map it, and to let it be zeros.
 """
 
 import argparse
-import dataclasses
 import json
+import math
 import random
 import re
 import statistics
@@ -37,10 +37,10 @@ from kvern.bench.record import keep
 
 ENGINE = "kvern.serving.process"
 KEY = "admin:secret"
-WAKES = 20
-"""Times that each model is put to sleep and woken, while memory is free."""
 GROWTHS = 5
 """Times that a KV cache grows to its largest size, and shrinks."""
+CHUNK_BYTES = 2e9
+"""The bytes of its chunks, about as an engine has them on such a card."""
 PROMPT = [5, 9, 17, 33, 2, 81]
 PATIENCE = 300.0
 
@@ -139,10 +139,11 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             models = Models(http, names, taken)
             dice = random.Random(options.seed)
             for name in names:  # all have been awake once
-                models.ask(name)
+                print(f"{name} is loaded in {models.ask(name):.1f} s", flush=True)
             switches = models.switches(options.requests, dice)
             turned = [names[0], *names[options.models :]]
-            turns = {name: [models.turn(name) for _ in range(WAKES)] for name in turned}
+            turns = {name: [models.turn(name) for _ in range(options.wakes)] for name in turned}
+            print(json.dumps(turns), flush=True)
             awake, asleep = models.memory()
     finally:
         process.terminate()
@@ -163,32 +164,33 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def growth(model: str, options: list[str]) -> dict[str, Any]:
-    """Seconds in which the KV cache of an engine in this process gets what memory it may have, or gives it back."""
+def growth(checkpoint: Path) -> dict[str, Any]:
+    """Seconds in which a KV cache of a model of this form gets memory of the card, and gives it back."""
     import torch
 
-    from kvern import LLM, EngineConfig
-    from kvern.cli.main import read_command
+    from kvern.device.chunked_memory import ChunkedMemory, blocks_of_a_piece
+    from kvern.device.mapped_memory import granularity
 
-    command, _ = read_command(["serve", "--model", model, "--device", "cuda", "--elastic-kv-cache", *options], {})
-    fields = {field.name: getattr(command.engine, field.name) for field in dataclasses.fields(command.engine)}
-    with LLM(**{name: value for name, value in fields.items() if value != getattr(EngineConfig(), name)}) as llm:
-        core: Any = llm._engine.core  # type: ignore[union-attr]
-        chunked = core.executor._worker.memory.chunked
-        least, found = core.scheduler.cache.memory.chunks, defaultdict(list)
-        for _ in range(GROWTHS):
-            for name, chunks in (("one chunk more", least + 1), ("all", 1 << 20), ("back", least)):
-                chunks, before = min(chunks, core.scheduler.cache.memory.most_chunks), chunked.size
+    config, card = json.loads((checkpoint / "config.json").read_text()), torch.device("cuda:0")
+    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+    shape = (16, heads, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    block_bytes = 2 * math.prod(shape)
+    unit = blocks_of_a_piece(granularity(card), [block_bytes])
+    chunk_blocks = max(unit, int(CHUNK_BYTES / (2 * layers * block_bytes)) // unit * unit)
+    chunks = int(0.8 * torch.cuda.mem_get_info()[0]) // (2 * layers * block_bytes * chunk_blocks)
+    memory = ChunkedMemory(card, chunks * chunk_blocks, chunk_blocks, chunk_blocks, unit)
+    pool, found = memory.zeros(2 * layers, shape, torch.bfloat16), defaultdict(list)
+    for _ in range(GROWTHS):
+        for what, blocks in (("one chunk more", 2), ("all", chunks), ("all back", 1)):
+            before, began = memory.size, time.perf_counter()
+            memory.resize(blocks * chunk_blocks)
+            found[f"{what}: {abs(memory.size - before) / 1e9:.1f} GB"].append(time.perf_counter() - began)
+            if what == "all":
                 began = time.perf_counter()
-                core.resize_cache(chunks)
-                found[f"{name}, {abs(chunked.size - before) / 1e9:.2f} GB"].append(time.perf_counter() - began)
-                if name == "all":
-                    began = time.perf_counter()
-                    for pool in chunked._pools:
-                        pool.zero(chunked.least, chunked.blocks)
-                    torch.cuda.synchronize()
-                    found["zeros alone of all"].append(time.perf_counter() - began)
-        return {name: spread(seconds) for name, seconds in found.items()}
+                pool[:, : memory.blocks].zero_()
+                torch.cuda.synchronize()
+                found["zeros alone of all"].append(time.perf_counter() - began)
+    return {what: spread(seconds) for what, seconds in found.items()}
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -207,15 +209,18 @@ def main() -> int:
     parser.add_argument("--beside", help="the checkpoint of one more")
     parser.add_argument("--memory", help="for all models, as --models-memory (1.15GB on a CPU, else what is free)")
     parser.add_argument("--requests", type=int, default=60, help="in random order (60)")
+    parser.add_argument("--wakes", type=int, default=20, help="times that models sleep and wake, with memory free (20)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where they run (cpu)")
     parser.add_argument("--seed", type=int, default=0, help="of the order (0)")
     parser.add_argument("--output", type=Path, help="file for the result, JSON")
     parser.add_argument("server", nargs="*", help="options of kvern serve, after --")
     options = parser.parse_args()
     options.memory = options.memory or ("1.15GB" if options.device == "cpu" else None)
-    result = measured(options)
+    grown = {}
     if options.device == "cuda":
-        result["seconds for more KV cache"] = growth(options.model, options.server)
+        grown = {"seconds for more KV cache": growth(Path(options.model))}
+        print(json.dumps(grown), flush=True)
+    result = measured(options) | grown
     table = Table("what", "figure")
     for name, value in result.items():
         table.add_row(name, json.dumps(value))

@@ -29,12 +29,16 @@ class FakeReplica:
 
     def __init__(self, chunks: int, wanted: int) -> None:
         self.cache_chunks, self.cache_touched, self.cache_wanted = chunks, chunks, wanted
-        ready = SimpleNamespace(chunk_bytes=CHUNK, least_chunks=1, most_chunks=20)
+        self.released: list[int] = []
+        ready = SimpleNamespace(chunk_bytes=CHUNK, least_chunks=1, most_chunks=20, pages="")
         self.supervisor = SimpleNamespace(is_ready=True, link=SimpleNamespace(ready=ready))
 
     def resize_cache(self, chunks: int) -> bool:
         is_new, self.cache_chunks = chunks != self.cache_chunks, chunks
         return is_new
+
+    def release_pages(self, size: int) -> None:
+        self.released.append(size)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,43 @@ def test_cached_blocks_go_before_an_idle_model_does(
 
     asyncio.run(run())
     assert [move.name for move in begun] == ["idle"] * rests
+
+
+def test_pages_of_tiers_go_behind_cached_blocks_and_before_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has time to show; what tiers gave back they get again once there is twice the floor."""
+    floor, clock = HostMemory(0, TOTAL).floor, [0.0]
+    left = [floor - 5 * CHUNK]
+    watch = Watch(lambda: HostMemory(left[0], TOTAL))
+    begun: list[Any] = []
+    monkeypatch.setattr("kvern.residency.keeper.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def run() -> None:
+        keeper = Keeper([served("a", "kvern-1m"), served("b", "kvern-1m")], TOTAL, None, watch)
+        replicas = [FakeReplica(3, 0), FakeReplica(1, 0)]
+        for resident, replica in zip(keeper.residents, replicas, strict=True):
+            keeper.residency.asked(resident.name, -1000.0)
+            assert keeper.residency.decide(-1000.0).moves
+            keeper.residency.moved(resident.name, -1000.0, Footprint(2 * CHUNK, 1.0))
+            keeper.residency.ended(resident.name, -990.0)
+            resident.client = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
+        keeper._begin = begun.append  # type: ignore[method-assign, assignment]
+        replicas[1].supervisor.link.ready.pages = "a tier"
+        clock[0] = keeper._decide() or 0.0
+        assert replicas[0].cache_chunks == 1 and replicas[1].released == []
+        left[0] += 2 * CHUNK
+        clock[0] = keeper._decide() or 0.0
+        assert replicas[1].released == [3 * CHUNK] and not replicas[0].released and not begun
+        left[0] += CHUNK
+        clock[0] += 1.0
+        keeper._decide()
+        assert [move.name for move in begun] == ["a"] and replicas[1].released == [3 * CHUNK]
+        keeper.residency.moved("a", clock[0])
+        for left[0], lifted in ((floor + CHUNK, []), (2 * floor, [0])):
+            clock[0] += 2.0
+            keeper._decide()
+            assert replicas[1].released[1:] == lifted
+
+    asyncio.run(run())
 
 
 def test_caches_are_not_granted_the_same_memory_again_while_they_do_not_write_to_it() -> None:

@@ -1,7 +1,9 @@
 """Host memory: what fits, what is evicted, and an arena that outlives who wrote it."""
 
 import mmap
+import os
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -210,3 +212,41 @@ def test_a_size_is_given_or_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     arena.close()
     arena.close()
     assert map_arena(40_960) is None
+
+
+def test_memory_of_pages_goes_back_to_the_system_and_is_not_taken_again_until_it_may() -> None:
+    descriptor = os.memfd_create("pages")
+    size, length = 4 << 20, 200_000
+    os.ftruncate(descriptor, size)
+    store = HostStore(size, mmap.mmap(descriptor, size))
+    pages = {b"%032d" % number: bytes([number % 251 + 1]) * length for number in range(60)}
+    names = [*pages]
+
+    def held() -> int:
+        return os.fstat(descriptor).st_blocks * 512
+
+    def keep(some: Sequence[bytes]) -> None:
+        assert all(store.put(some, [memoryview(pages[name]) for name in some]))
+
+    keep(names[:10])
+    before = held()
+    [lent] = store.lend(names[:1], [length])
+    store.release(3 * length)
+    assert held() <= before - 2 * length
+    assert store.has(names[:10]) == [True, False, False, False, *[True] * 6], "the first is being read"
+    assert store.evicted == 3
+    store.give_back([lent])
+    for name in names[10:]:
+        keep([name])
+    assert held() <= before + size - (10 * length) - 3 * length + (1 << 18), "others made room"
+    most = store.pages
+    for name in [found for found in names if store.has([found])[0]]:
+        place = bytearray(length)
+        assert store.get([name], [memoryview(place)]) == [True] and place == pages[name]
+    store.release(0)
+    keep(names)
+    assert store.pages == most + 3
+    store.release(size)
+    assert store.pages == 0 and held() < 1 << 18
+    assert store.put(names[:1], [memoryview(pages[names[0]])]) == [False], "none until it may"
+    os.close(descriptor)

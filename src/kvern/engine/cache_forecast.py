@@ -3,10 +3,14 @@
 import statistics
 from collections.abc import Callable
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from kvern.engine.scheduler import Scheduler
 from kvern.request.events import EngineStatistics
 from kvern.request.request import Request
+
+if TYPE_CHECKING:
+    from kvern.runner.executor import Executor
 
 INTERVAL = 0.25
 """The least seconds between two forecasts."""
@@ -31,6 +35,18 @@ class CacheForecast:
         counted.cache_held = -(-held // memory.chunk)
         blocks = held + forecast_blocks(self._scheduler)
         counted.cache_wanted = min(-(-blocks // memory.chunk), memory.most_chunks)
+
+
+def resize_cache(scheduler: Scheduler, executor: "Executor", chunks: int) -> int:
+    """Have so many chunks, or more if others are in use; no step runs. Returns `chunks` if a GPU had no memory for as
+    many, else 0."""
+    memory = scheduler.cache.memory
+    if chunks <= memory.chunks:
+        scheduler.resize(chunks)
+        executor.map_cache(memory.capacity)
+    else:
+        scheduler.resize(-(-executor.map_cache(memory.blocks_in(chunks)) // memory.chunk))
+    return chunks if memory.chunks < chunks else 0
 
 
 def forecast_blocks(scheduler: Scheduler) -> int:

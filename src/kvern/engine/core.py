@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvern.drafting.drafting import Drafting
-from kvern.engine.cache_forecast import CacheForecast
+from kvern.engine.cache_forecast import CacheForecast, resize_cache
 from kvern.engine.core_timing import DEFAULT_TIMING, CoreTiming
 from kvern.engine.hand_overs import HandOvers
 from kvern.engine.loop import LOADING_SECONDS, EngineLoop
@@ -257,14 +257,12 @@ class EngineCore(EngineLoop):
         self.executor.drop_weights()
 
     def resize_cache(self, chunks: int) -> tuple[int, list[TokenEvent]]:
-        events, memory = self._collect_all(), self.scheduler.cache.memory
-        if chunks <= memory.chunks:
-            self.scheduler.resize(chunks)
-            self.executor.map_cache(memory.capacity)
-        else:
-            self.scheduler.resize(-(-self.executor.map_cache(memory.blocks_in(chunks)) // memory.chunk))
-        self._counted.cache_refused = chunks if memory.chunks < chunks else 0
-        return memory.chunks, events
+        events = self._collect_all()
+        self._counted.cache_refused = resize_cache(self.scheduler, self.executor, chunks)
+        return self.scheduler.cache.memory.chunks, events
+
+    def release_pages(self, size: int) -> None:
+        self.executor.release_pages(size)
 
     def _forget_unused(self) -> None:
         if not self._unloading:

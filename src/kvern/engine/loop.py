@@ -95,6 +95,9 @@ class EngineLoop(ABC):
         """Take the memory again."""
         raise NotImplementedError
 
+    def release_pages(self, size: int) -> None:  # noqa: B027 (an encoder has none)
+        """Give memory of so many bytes of the host back, of pages in a tier, and take no more until that is 0."""
+
     def resize_cache(self, chunks: int) -> tuple[int, list[TokenEvent]]:
         """Have so many chunks of KV cache from the next step on, or more if blocks of others are in use.
 

@@ -22,6 +22,18 @@ def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: boo
     return given_back
 
 
+def release_pages(clients: Mapping[str, EngineClient], size: int) -> bool:
+    """Let tiers of models that are awake give so many bytes of the host back, and take no more until that is 0.
+
+    Returns whether some model has a tier.
+    """
+    found = [one for client in clients.values() for one in client.replicas if one.supervisor.is_ready]
+    found = [one for one in found if one.supervisor.link.ready.pages]
+    for replica in found:
+        replica.release_pages(-(-size // len(found)))
+    return bool(found)
+
+
 def taken(clients: Mapping[str, EngineClient]) -> int:
     """Returns the bytes that caches have beyond the least of each."""
     shares = map(_share, _replicas(clients).values())

@@ -17,7 +17,7 @@ from functools import partial
 
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
 from kvern.observe.metrics import ModelFigures
-from kvern.residency.broker import settle, taken, touched
+from kvern.residency.broker import release_pages, settle, taken, touched
 from kvern.residency.gpus import card_memory
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import STATES, Decision, Footprint, Move, Residency, State
@@ -97,7 +97,9 @@ class Keeper:
         self._tasks: set[asyncio.Task[None]] = set()
         self._deciding: asyncio.Task[None] | None = None
         self._sees_at: float | None = None
-        """When it is seen what caches gave back as the machine had little memory; None: it has enough."""
+        """When it is seen what was given back as the machine had little memory; None: it has enough."""
+        self._released = False
+        """Tiers have given memory back, and take no more."""
         for model in models:
             self.residency.add(model.name, model.terms, model.estimate(), time.monotonic())
 
@@ -213,9 +215,15 @@ class Keeper:
             host = self.residency.host = self._watch.look(now)
             if host is None or host.spare >= 0:
                 self._sees_at = None
-            else:  # cached blocks that nobody uses go first; how much that is, the machine tells
+                if self._released and (host is None or host.spare >= host.floor):
+                    release_pages(self._awake, 0)
+                    self._released = False
+            else:  # cached blocks that nobody uses go first, then pages; how much that is, the machine tells
                 given_back = self._agree()
-                if given_back and self._sees_at is None:
+                goes = given_back > 0 and self._sees_at is None
+                if not (goes or self._released or self._on_gpu) and now >= (self._sees_at or 0.0):
+                    goes = self._released = release_pages(self._awake, -host.spare)
+                if goes:
                     self._sees_at = self._watch.next_at = now + GIVEN_BACK_SECONDS
                 if self._sees_at is not None and now < self._sees_at:
                     return self._sees_at

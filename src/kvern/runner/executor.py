@@ -102,10 +102,16 @@ class Executor:
     def wake(self) -> None:
         """Take the memory again."""
         self._worker.sleeping.enter()
+        self.release_pages(0)
 
     def map_cache(self, blocks: int) -> int:
         """Have memory behind the first blocks of the KV cache alone; returns how many have some. No step runs."""
         return map_blocks(self._worker.runner, self._worker.memory.chunked, blocks)
+
+    def release_pages(self, size: int) -> None:
+        """Give memory of so many bytes of the host back, of pages in a tier, and take no more until that is 0."""
+        if self.tier is not None and self._worker.device.type == "cpu":  # a GPU's is pinned
+            self.tier.release(size)
 
     def begin_counting(self) -> None:
         """The steps so far, which were for measurements, are no part of `count_experts`."""

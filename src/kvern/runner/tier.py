@@ -8,6 +8,7 @@ from itertools import accumulate, islice, takewhile
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_page
 from kvern.request.store_figures import StoreFigures, StorePrice
 from kvern.runner.page_groups import DRAFTS, STATES, HeadGroup, PageMover, Place
+from kvern.tiers.host import HostStore
 from kvern.tiers.page_memory import PageName, Piece
 from kvern.tiers.pages import HEADER_BYTES, page_names
 from kvern.tiers.shelf import Shelf
@@ -218,6 +219,12 @@ class Tier:
             pages = self._loads.pop(number)
             self._mover.settle([piece.at for of_page in pages[:count] for piece in of_page], count < len(pages))
         return ended
+
+    def release(self, size: int) -> None:
+        """Has the host's store give memory of so many bytes back, and take no more until that is 0."""
+        for shelved in self.shelf.stores:
+            if isinstance(shelved.store, HostStore):
+                shelved.store.release(size)
 
     def abandon(self) -> None:
         """Gives up all loads, since steps have failed: later steps do not find that blocks are written behind them."""

@@ -4,11 +4,20 @@ from kvern.engine.loop import EngineLoop
 from kvern.errors import ConfigError
 from kvern.request.events import TokenEvent
 from kvern.request.weights import WeightsFound
-from kvern.serving.wire import DropWeights, ReadWeights, ResizeCache, TakeWeights, WeightsRead, WeightsTaken
+from kvern.serving.wire import (
+    DropWeights,
+    EngineChange,
+    ReadWeights,
+    ReleasePages,
+    ResizeCache,
+    TakeWeights,
+    WeightsRead,
+    WeightsTaken,
+)
 
 
 class WeightChanges:
-    """Carries out what the server says about weights, and about the size of the KV cache."""
+    """Carries out what the server says about weights, the size of the KV cache, and the host's memory for pages."""
 
     def __init__(self, core: EngineLoop) -> None:
         self._core = core
@@ -21,7 +30,7 @@ class WeightChanges:
         """Something is being read, or to be said."""
         return bool(self._reading or self._answers)
 
-    def hear(self, message: ReadWeights | TakeWeights | DropWeights | ResizeCache) -> list[TokenEvent]:
+    def hear(self, message: EngineChange) -> list[TokenEvent]:
         """Does what a message asks; returns what steps on their way have done."""
         match message:
             case ReadWeights(version, sources):
@@ -37,6 +46,8 @@ class WeightChanges:
                 return events
             case ResizeCache(chunks):
                 return self._core.resize_cache(chunks)[1]
+            case ReleasePages(size):
+                self._core.release_pages(size)
             case DropWeights():
                 self._reading = ""
                 if self._can_change:

@@ -235,7 +235,7 @@ def serve(
                     adapters.read(key, path)
                 case wire.UnloadAdapter(key):
                     adapters.unload(key)
-                case wire.ReadWeights() | wire.TakeWeights() | wire.DropWeights() | wire.ResizeCache() as message:
+                case wire.EngineChange() as message:
                     socket.send(wire.encode(wire.Busy()))  # to copy weights may take longer than steps
                     early, spoke = early + weights.hear(message), -math.inf  # who asked waits for an answer
                 case wire.WatchCache(wanted):

@@ -135,6 +135,10 @@ class Replica:
             self.supervisor.send(wire.ResizeCache(chunks))
         return is_new
 
+    def release_pages(self, size: int) -> None:
+        """Have the engine give memory of so many bytes back, of pages in a tier, and take no more until that is 0."""
+        self.supervisor.send(wire.ReleasePages(size))
+
     @property
     def accepts(self) -> bool:
         """There is an engine that begins with requests at once."""

@@ -63,25 +63,35 @@ class UnloadAdapter(WireMessage):
     key: int
 
 
-class ReadWeights(WireMessage):
+class EngineChange(WireMessage):
+    """A change of what the engine has, between two steps."""
+
+
+class ReadWeights(EngineChange):
     """Read weights of this version beside those of steps; WeightsRead will come."""
 
     version: str
     sources: list[WeightSource]
 
 
-class TakeWeights(WireMessage):
+class TakeWeights(EngineChange):
     """Compute with the weights that were read; running requests `keep` what they have. WeightsTaken will come."""
 
     version: str
     keep: bool
 
 
-class DropWeights(WireMessage):
+class DropWeights(EngineChange):
     """Forget weights that are being read, or were read and not taken."""
 
 
-class ResizeCache(WireMessage):
+class ReleasePages(EngineChange):
+    """Give memory of so many bytes of the host back, of pages in a tier, and take no more until that is 0."""
+
+    size: int
+
+
+class ResizeCache(EngineChange):
     """Have so many chunks of KV cache, of which running requests may need more; Events tell how many there are."""
 
     chunks: int
@@ -251,6 +261,7 @@ decode_for_engine = msgspec.msgpack.Decoder(
     | ReadWeights
     | TakeWeights
     | DropWeights
+    | ReleasePages
     | ResizeCache
     | WatchCache
     | TakeTrace

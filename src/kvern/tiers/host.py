@@ -69,6 +69,8 @@ class HostStore:
         self._usable = 0
         self._limit = cells
         """The numbers of cells, the first ones, that may be used now and at last."""
+        self._withheld = 0
+        """Free cells that stay so, because their memory was given back."""
         if self._memory[: len(layout.head)] == layout.head:
             self._scan()
         else:
@@ -149,9 +151,9 @@ class HostStore:
             if name in self._pages:
                 self._pages.move_to_end(name)
                 return None
-            if needed > self._limit or not 0 < length <= LARGEST_PAGE:
+            if needed > self._limit - self._withheld or not 0 < length <= LARGEST_PAGE:
                 return None
-            while len(self._free) < needed:
+            while len(self._free) - self._withheld < needed:
                 if self._usable < self._limit:  # there will be more cells: nothing is evicted for them
                     return None
                 unused = next((other for other, page in self._pages.items() if not page.readers), None)
@@ -195,6 +197,31 @@ class HostStore:
                 page = self._pages.get(name)
                 if page is not None and not page.readers:
                     self._remove(name)
+
+    def release(self, size: int) -> None:
+        """Give memory of so many bytes back to the system, of the pages that were used longest ago; others get no more
+        than is left until `release(0)`. Not for memory that is pinned."""
+        with self._lock:
+            if not size:
+                self._withheld = 0
+            cells: list[int] = []
+            for name, page in list(self._pages.items()):
+                if len(cells) * self._cell >= size:
+                    break
+                if not page.readers:
+                    cells += page.cells
+                    self._remove(name)
+                    self.evicted += 1
+            gone = set(cells)
+            self._free = [*cells, *(cell for cell in self._free if cell not in gone)]  # to be used last
+            self._withheld += len(cells)
+            cells.sort()
+            for first, count in runs(cells, self._count):
+                start = self._layout.first + cells[first] * self._cell
+                page_start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+                length = (start + count * self._cell) // mmap.PAGESIZE * mmap.PAGESIZE - page_start
+                if length > 0:
+                    self._memory.madvise(mmap.MADV_REMOVE, page_start, length)
 
     def close(self) -> None:
         """The memory stays with its owner; if that is this process, it goes with the last reference."""

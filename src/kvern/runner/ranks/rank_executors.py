@@ -123,6 +123,11 @@ class RankedExecutor(Executor):
         [least] = least_of(self._ranks, self._worker.runner, [has])
         return least if least == blocks else self.map_cache(least)  # another GPU has no memory for as many
 
+    def release_pages(self, size: int) -> None:
+        size = -(-size // self._ranks.processes)
+        self._others.send(wire.Call("release_pages", (size,)))
+        super().release_pages(size)
+
     def add_adapter(self, key: int, adapter: Adapter) -> None:
         self._others.send(wire.AddAdapter.of(key, adapter))
         super().add_adapter(key, adapter)

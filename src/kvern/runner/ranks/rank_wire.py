@@ -30,6 +30,7 @@ Method = Literal[
     "sleep",
     "wake",
     "map_cache",
+    "release_pages",
     "begin_counting",
     "count_experts",
     "drop_adapter",
