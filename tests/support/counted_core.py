@@ -8,7 +8,7 @@ A step of the device takes no instruction here: it has its result at once.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class Baseline:
 
     def __init__(self) -> None:
         self.seconds: dict[Bucket, float] = {}
-        self.earlier: dict[Bucket, float] = {}
+        self.earlier: Mapping[Bucket, float] = {}
         self.earlier_name = ""
 
     def save(self) -> None:
