@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from kvern.serving.prompt_service import PromptService
 from kvern.serving.wire import Ready
 from kvern.spec.facts import ModelFacts
 from kvern.tiers.remote_pages import PEER_KEY
+from kvern.version import __version__
 from tests.support.peft_adapters import make_adapter
 from tests.support.ports import free_port
 from tests.support.served import Served, eventually, serving
@@ -139,6 +141,53 @@ def check_explained(decode: Served, address: str) -> None:
         check=True,
     )
     assert "it has not its adapter" in shown.stdout
+
+
+@pytest.mark.nightly
+def test_each_rank_reads_the_pages_of_its_heads(address: str) -> None:
+    """The first rank alone asks which pages there are."""
+    more = "--max-model-len", "1024", "--tensor-parallel-size", "2"
+    options = "kvern-12m", *OPTIONS, *more  # its prompts take longer to compute than to load
+    with prefilling(options, address), serving(*options, "--role", "decode", "--prefill-server", address) as decode:
+        eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
+        cached = [0]
+        for number in range(10):
+            prompt = [300 + place * (number + 7) % 500 for place in range(600)]
+            answer = decode.client().completions.create(model="kvern-12m", prompt=prompt, max_tokens=2)
+            details = answer.usage and answer.usage.prompt_tokens_details
+            cached.append((details and details.cached_tokens) or 0)
+        assert handed(decode) == 10
+        assert max(cached) == 576, "some may come too late on a processor that is busy"
+
+
+@pytest.mark.nightly
+def test_servers_whose_pages_differ_say_so_and_compute_alone(
+    options: tuple[str, ...], address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of another version, number format or division: it answers alone, and says why."""
+    (tmp_path / "sitecustomize.py").write_text("import kvern.version\nkvern.version.__version__ = '0.0.1'\n")
+    with prefilling(options, address) as prefill:
+        expected = ask(prefill, 31, temperature=0)
+        for others, reason in (
+            ({}, f"it is kvern {__version__}, and this one 0.0.1: they must be equal"),
+            ({"--dtype": "bfloat16"}, "both need the same weights, formats of weights and keys"),
+            ({"--tensor-parallel-size": "2"}, "(-tp 1 -pp 1), and those of this one are"),
+        ):
+            with monkeypatch.context() as patch:
+                if not others:
+                    patch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"])))
+                more = [word for option in others.items() for word in option]
+                with serving(*options, *more, "--role", "decode", "--prefill-server", address) as decode:
+
+                    def refused(decode: Served = decode) -> str:
+                        [state] = decode.raw("GET", "/ready")[2]["prefill_servers"]
+                        assert not state["ready"]
+                        return str(state["reason"])
+
+                    eventually(lambda reason=reason, refused=refused: reason in refused())  # type: ignore[misc]
+                    assert (ask(decode, 31, temperature=0) == expected) or "--dtype" in others
+                    assert not handed(decode)
+        assert not prefill.figure("requests_running")
 
 
 def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model: Path, address: str) -> None:

@@ -343,6 +343,19 @@ def test_distant_stores_are_asked_at_arrival() -> None:
     store.go.set()
 
 
+def test_what_the_first_rank_has_found_another_loads() -> None:
+    """It has asked nobody, and is told of each page which store has it."""
+    store = MemoryStore(is_local=False)
+    shelf, _ = shelf_of(MemoryStore(is_local=False), store, HostStore(1 << 20))
+    keep(store, 1, 2)
+    for number, told in enumerate(("", "store-0", "store-2", "none", "store-1")):
+        shelf.load(number, [pieces(1), pieces(2)], stores=[told, told])
+        ended: list[tuple[int, int]] = []
+        eventually(lambda found=ended: bool(found.extend(shelf.ended()) or found))  # type: ignore[misc]
+        assert ended == [(number, 2 if told == "store-1" else 0)]
+    shelf.close()
+
+
 def test_a_distant_store_has_the_time_that_its_answers_take() -> None:
     store = MemoryStore(is_local=False)
     shelf, clock = shelf_of(store)

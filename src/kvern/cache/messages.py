@@ -97,7 +97,8 @@ class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One part of a page of a load, which come in order.
 
     It is written to the blocks of `tables`, of which -1 are left out, to a `state`, or to blocks of a draft model's
-    cache, `draft`. The load may take `patience` seconds in any case.
+    cache, `draft`. The load may take `patience` seconds in any case. `store` has it: distant stores are asked by the
+    first rank alone.
     """
 
     load: int
@@ -106,6 +107,7 @@ class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     state: int = NO_STATE
     patience: float = 0.0
     draft: list[int] = []
+    store: str = ""
 
 
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):

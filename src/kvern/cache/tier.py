@@ -443,7 +443,8 @@ class TierTraffic(CacheExtension):
             columns = zip(*(load.windows[index] if index in page.windows else left_out for index in own), strict=True)
             tables += map(list, columns)
         state = load.state if page.part is Part.STATE else NO_STATE
-        return PageLoad(self._numbers, page.key, tables, state, patience, blocks if page.part is Part.DRAFT else [])
+        draft = blocks if page.part is Part.DRAFT else []
+        return PageLoad(self._numbers, page.key, tables, state, patience, draft, page.store)
 
     def placed(self, request: Request) -> None:
         if request.spec.hands_over:

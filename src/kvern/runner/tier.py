@@ -195,6 +195,7 @@ class Tier:
     def load(self, loads: Sequence[PageLoad]) -> None:
         """Begins to bring pages to their blocks. Those of one load come together, in order."""
         wanted: dict[int, list[list[Piece]]] = {}
+        stores: dict[int, list[str]] = {}
         patience = {load.load: load.patience for load in loads}
         pieces: list[list[Piece]] = [[] for _ in loads]
         for group in self._mover.groups:
@@ -204,9 +205,10 @@ class Tier:
                 pieces[at].append(self._piece(group, loads[at].key, page, counts=not pieces[at]))
         for load, of_page in zip(loads, pieces, strict=True):
             wanted.setdefault(load.load, []).append(of_page)
+            stores.setdefault(load.load, []).append(load.store)
         for number, of_load in wanted.items():
             self._loads[number] = of_load
-            self.shelf.load(number, of_load, patience[number])
+            self.shelf.load(number, of_load, patience[number], stores[number])
 
     def finished(self) -> list[tuple[int, int]]:
         """Returns loads that have ended, whose pages are in their blocks: (number, leading pages that have come).

@@ -17,7 +17,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -27,10 +26,9 @@ from kvern.tiers.pages import HEADER_BYTES, header, sum_of, total_of
 from kvern.tiers.price import GAIN, Price
 from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, MakeLane, Shelved
 from kvern.tiers.store import Store
-from kvern.tiers.transfers import Arrival, Brought, Load, Reserved, Sealing
+from kvern.tiers.transfers import Arrival, Brought, Load, Reserved, Sealing, cut_batches
 
 logger = logging.getLogger("kvern")
-Entry = TypeVar("Entry")
 
 MOST_WRITING = 256 << 20
 """Bytes on their way to a store; pages beyond are not saved."""
@@ -92,6 +90,12 @@ class Shelf:
         now = self._clock()
         on = (one for one in self.stores if one.breaker.is_on(now))
         return next((one for one in on if one.has(one.name_of(names), now)), None)
+
+    def _distant(self, name: str) -> Shelved | None:
+        """The distant store of this name, if it may be asked."""
+        now = self._clock()
+        on = (one for one in self.stores if not one.store.is_local and one.breaker.is_on(now))
+        return next((one for one in on if one.name == name), None)
 
     def wants(self, wanted: Sequence[PageName]) -> bool:
         """True if a store that may be asked, and keeps pages, lacks one of these pieces."""
@@ -172,17 +176,20 @@ class Shelf:
 
     # Loads
 
-    def load(self, number: int, pages: Sequence[Sequence[Piece]], patience: float = 0.0) -> None:
+    def load(
+        self, number: int, pages: Sequence[Sequence[Piece]], patience: float = 0.0, stores: Sequence[str] = ()
+    ) -> None:
         """Begin to fill the pieces of pages, the first pages first; `ended` names the load when that has ended.
 
-        It is late after 1.5 times its price, but not before `patience` seconds.
+        It is late after 1.5 times its price, but not before `patience` seconds. `stores`: of each page, where another
+        shelf has found it, which has asked the distant ones.
         """
         batches: dict[Shelved, list[tuple[int, Piece]]] = {}
         load = Load(pages, [len(pieces) for pieces in pages], 0.0, failed=len(pages))
         for place, pieces in enumerate(pages):
             if not pieces:  # other ranks have some
                 continue
-            one = self.find(pieces[0].names)
+            one = self.find(pieces[0].names) or (self._distant(stores[place]) if stores else None)
             if one is None:
                 load.failed = place
                 self.stores[0].count(missed_tokens=sum(piece.tokens for piece in pieces))
@@ -198,7 +205,7 @@ class Shelf:
             with one.lock:
                 one.reading_bytes += count
         cut = {
-            one: _cut(entries, PROMPT_BATCHES * self._batch if self._is_prompt(one) else self._batch, _size_of)
+            one: cut_batches(entries, PROMPT_BATCHES * self._batch if self._is_prompt(one) else self._batch, _size_of)
             for one, entries in batches.items()
         }
         load.unanswered = sum(len(found) for one, found in cut.items() if not self._is_prompt(one))
@@ -397,7 +404,8 @@ class Shelf:
         """Put packed pages into each store that lacks them."""
         self._end_arrivals()
         is_prompt = self._memory.is_prompt
-        for batch in _cut(pieces, PROMPT_BATCHES * self._batch if is_prompt else self._batch, lambda own: len(own.at)):
+        most = PROMPT_BATCHES * self._batch if is_prompt else self._batch
+        for batch in cut_batches(pieces, most, lambda piece: len(piece.at)):
             size = sum(len(piece.at) for piece in batch)
             with self._lock:
                 self._sealing_bytes += size
@@ -491,7 +499,7 @@ class Shelf:
             for number, page in enumerate(one.pieces_of(of.piece))
             if self._lacks(one, page)
         ]
-        for batch in _cut(lacking, self._batch, lambda entry: len(entry[1].at)):
+        for batch in cut_batches(lacking, self._batch, lambda entry: len(entry[1].at)):
             size = sum(len(page.at) for _, page, _ in batch)
             with one.lock:
                 is_full = one.writing_bytes + size > MOST_WRITING
@@ -584,16 +592,3 @@ def _size_of(entry: tuple[int, Piece]) -> int:
 def _size_in(one: Shelved, piece: Piece) -> int:
     """The bytes of a piece in a store."""
     return sum(len(page.at) for page in one.pieces_of(piece))
-
-
-def _cut(entries: Sequence[Entry], most: int, size_of: Callable[[Entry], int]) -> list[list[Entry]]:
-    """Cuts entries of pages into batches of at most `most` bytes, or one page."""
-    batches: list[list[Entry]] = []
-    size = most + 1
-    for entry in entries:
-        size += size_of(entry)
-        if size > most:
-            batches.append([])
-            size = size_of(entry)
-        batches[-1].append(entry)
-    return batches

@@ -1,7 +1,7 @@
 """Transfers of a shelf on their way: loads, what each store has to bring of them, and pages that are being saved."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +12,7 @@ from kvern.tiers.shelved import Shelved
 from kvern.tiers.store import DirectStore
 
 Value = TypeVar("Value")
+Entry = TypeVar("Entry")
 
 
 @dataclass(eq=False)
@@ -117,3 +118,16 @@ class Sealing:
     reserved: Mapping[int, Reserved]
     copies: Copies
     began: float
+
+
+def cut_batches(entries: Sequence[Entry], most: int, size_of: Callable[[Entry], int]) -> list[list[Entry]]:
+    """Cuts entries of pages into batches of at most `most` bytes, or one page."""
+    batches: list[list[Entry]] = []
+    size = most + 1
+    for entry in entries:
+        size += size_of(entry)
+        if size > most:
+            batches.append([])
+            size = size_of(entry)
+        batches[-1].append(entry)
+    return batches
