@@ -9,6 +9,7 @@ import pytest
 
 from kvern import EngineConfig
 from kvern.request.events import EngineStatistics
+from kvern.residency import broker
 from kvern.residency.gpus import CardMemory, GpuMemory
 from kvern.residency.keeper import Keeper
 from kvern.residency.options import ServedModel
@@ -30,7 +31,7 @@ class FakeReplica:
     def __init__(self, chunks: int, wanted: int) -> None:
         self.cache_chunks, self.cache_touched, self.cache_wanted = chunks, chunks, wanted
         self.released: list[int] = []
-        ready = SimpleNamespace(chunk_bytes=CHUNK, least_chunks=1, most_chunks=20, pages="")
+        ready = SimpleNamespace(chunk_bytes=CHUNK, least_chunks=1, most_chunks=20, pages="", gpu=None)
         self.supervisor = SimpleNamespace(is_ready=True, link=SimpleNamespace(ready=ready))
 
     def resize_cache(self, chunks: int) -> bool:
@@ -142,9 +143,10 @@ def test_caches_are_not_granted_the_same_memory_again_while_they_do_not_write_to
     asyncio.run(run())
 
 
-def test_on_a_gpu_caches_give_back_what_a_wake_takes() -> None:
+def test_on_a_gpu_caches_give_back_what_a_wake_takes_and_grow_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the card is theirs until another model is asked; nobody is refused, and nobody falls asleep."""
-    watch = Watch(lambda: CardMemory(LEAST_FREE + CHUNK, TOTAL))
+    left = [CHUNK]
+    watch = Watch(lambda: CardMemory(LEAST_FREE + left[0], TOTAL))
     card = GpuMemory(TOTAL, TOTAL)
     begun: list[Move] = []
 
@@ -164,6 +166,16 @@ def test_on_a_gpu_caches_give_back_what_a_wake_takes() -> None:
         keeper._decide()
         assert begun == [Move("b", "awake")]
         assert replica.cache_chunks == 19, "a has 2 chunks, b will have 10, and one is in both"
+        keeper.residency.failed("b", 2.0)
+        keeper.residency.ended("b", 3.0)
+        replica.cache_chunks = replica.cache_touched = 1
+        replica.supervisor.link.ready.gpu = "GPU-ab"
+        monkeypatch.setattr(broker, "GROWTH_BYTES", 3 * CHUNK)
+        left[0] = 30 * CHUNK
+        watch.renew()
+        for expected in (5, 8, 11, 14, 17, 20, 20):
+            keeper._decide()
+            assert replica.cache_chunks == expected, "what is needed at once, the rest in steps"
 
     asyncio.run(run())
 

@@ -6,6 +6,9 @@ from kvern.residency.agreement import CacheShare, agreed, next_sizes
 from kvern.serving.client import EngineClient
 from kvern.serving.replica import Replica
 
+GROWTH_BYTES = 4 << 30
+"""The bytes that a cache on a GPU gets at once beyond what its requests need: steps wait for some milliseconds."""
+
 
 def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: bool) -> int:
     """Let caches of models that are awake have `spare` bytes beyond the least of each, as they agree.
@@ -17,6 +20,9 @@ def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: boo
     shares = {name: _share(replica) for name, replica in replicas.items()}
     agreement = agreed(shares, spare, needed_alone=needed_alone)
     for name, chunks in next_sizes(shares, spare, agreement).items():
+        share, ready = shares[name], replicas[name].supervisor.link.ready
+        if ready.gpu is not None:  # it says when it has them, and gets the next ones
+            chunks = min(chunks, max(share.has + max(1, GROWTH_BYTES // share.chunk_bytes), share.needed))
         if replicas[name].resize_cache(chunks):
             given_back += max(0, shares[name].has - chunks) * shares[name].chunk_bytes
     return given_back
