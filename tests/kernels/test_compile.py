@@ -26,8 +26,11 @@ OTHERS = (80, 89, 100, 120)
 """Cards beside Hopper: A100; L40S and RTX 4090; B200; RTX 5090."""
 AMD = ("gfx942", "gfx950")
 """MI300 and MI350."""
-OF_AMD = ["gemma2", "glm4_moe_lite", "gemma4_text", "gpt_oss", "lfm2", "granitemoehybrid", "falcon_h1"]
-"""Models all of whose kernels compile for these."""
+OF_AMD = ["gemma2", "glm4_moe_lite", "gemma4_text", "gpt_oss", "lfm2", "granitemoehybrid", "falcon_h1", "nemotron_h"]
+OF_AMD += ["qwen3_5_text"]
+"""Models of which one form of each kernel is compiled for these."""
+OF_STATES = ["nemotron_h", "qwen3_5_text", "--dtype", "float16", "--sample"]
+"""Models whose kernels multiply float32 of 11 bits, which not each of these cards does alike."""
 
 
 def compiled(card: int | str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -78,6 +81,7 @@ def test_some_launches_compile_for_other_cards(capability: int, models: list[str
                 ["llama", "qwen3_moe"],
                 ["llama:int4_zero", "llama:fp8", "llama:mxfp4", "--sample"],
                 [*OF_AMD, "--sample"],
+                OF_STATES,
             )
         ),
     ],

@@ -62,6 +62,20 @@ def test_runs(sizes: StateSizes, rate: float, device: torch.device) -> None:
     assert_near(kept, expected[1])
 
 
+@pytest.mark.parametrize("sizes", [SIZES[0], StateSizes(2, 64, 1, 128)], ids=str)
+def test_runs_in_the_tiles_of_cards_of_amds(
+    sizes: StateSizes, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the smaller ones of the long states below, for all states."""
+    monkeypatch.setattr(mamba2, "is_amd", lambda device: True)
+    random, tokens = Random(1, device), sum(COUNTS)
+    runs = runs_of(torch.tensor(STATES, dtype=torch.int32, device=device), COUNTS)
+    inputs, given, kept = random(tokens, sizes.channels), steps(random, tokens, sizes, 0.1), memory(random, sizes)
+    expected = advanced(inputs, given, kept, COUNTS, STATES, sizes)
+    for found, wanted in zip((advance_runs(inputs, given, kept, runs, sizes), kept), expected, strict=True):
+        assert (found - wanted).norm() < 1e-6 * wanted.norm()
+
+
 def test_runs_of_long_states(device: torch.device) -> None:
     """Whose chunks are half as long, so that their keys and queries fit every card."""
     random, tokens, sizes = Random(4, device), sum(COUNTS), StateSizes(2, 16, 1, 256)

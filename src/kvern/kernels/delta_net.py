@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvern.kernels.convolution import Runs, silu
-from kvern.kernels.launch import Launcher, capability, cdiv, next_power_of_2, wait_for_previous
+from kvern.kernels.launch import Launcher, capability, cdiv, eleven_bits, is_amd, next_power_of_2, wait_for_previous
 
 CHUNK = 64
 """Tokens whose deltas are one triangular system."""
@@ -300,8 +300,9 @@ class RunShape(NamedTuple):
 
 
 def run_shape(dtype: torch.dtype, device: torch.device) -> RunShape:
-    """The largest that registers hold: products of Hopper read one factor out of shared memory, others both."""
-    if dtype != torch.bfloat16:
+    """The largest that registers hold: products of Hopper read one factor out of shared memory, others both, and on
+    cards of AMD's what is loaded ahead goes through registers."""
+    if dtype != torch.bfloat16 or is_amd(device):
         return RunShape(16, 1, 8)
     return RunShape(64, 2, 4) if capability(device) == 90 else RunShape(32, 2, 8)
 
@@ -324,7 +325,7 @@ def advance_runs(inputs: torch.Tensor, gates: Gates, memory: torch.Tensor, runs:
     solved, scores = torch.empty(2, heads.value_heads, tokens, CHUNK, dtype=dtype, device=device)
     factors = torch.empty(4, heads.value_heads, tokens, dtype=torch.float32, device=device)
     out = torch.empty(tokens, heads.value_heads, heads.value_dim, dtype=torch.float32, device=device)
-    precision = {torch.float32: "ieee", torch.float16: "tf32"}.get(dtype)
+    precision = {torch.float32: "ieee", torch.float16: eleven_bits(device)}.get(dtype)
     keys, count = max(16, next_power_of_2(heads.key_dim)), runs.chunks.shape[1]
     shape = run_shape(dtype, device)
     _solve_chunks_kernel[(count, heads.value_heads)](

@@ -113,6 +113,16 @@ def capability(device: torch.device) -> int:
     return found if isinstance(found, int) else 0
 
 
+def is_amd(device: torch.device) -> bool:
+    """Returns whether the device, or without one the card that is compiled for, is one of AMD's."""
+    return isinstance(architecture(device), str)
+
+
+def eleven_bits(device: torch.device) -> str:
+    """Returns the precision of products of float32 factors that keeps 11 bits of them at least, as Triton names it."""
+    return "bf16x3" if is_amd(device) and architecture(device) != "gfx942" else "tf32"
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Returns the number of the device's processors; an H100's if a kernel is only compiled."""

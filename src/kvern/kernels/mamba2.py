@@ -14,14 +14,14 @@ import triton.language as tl
 
 from kvern.kernels.accepted_drafts import NOTED, Written
 from kvern.kernels.convolution import Drafts, Runs, silu
-from kvern.kernels.launch import Launcher, cdiv, next_power_of_2, wait_for_previous
+from kvern.kernels.launch import Launcher, cdiv, eleven_bits, is_amd, next_power_of_2, wait_for_previous
 from kvern.spec.mixers import Gating
 
 CHUNK = 64
 """Tokens that attend to each other."""
 COLUMNS = 32
 """The columns of a head's state in one program; in runs fewer for many rows, which registers would not hold."""
-PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
+PRECISIONS = {torch.float32: "ieee", torch.float16: "tensor cores", torch.bfloat16: "split"}
 """The precision of products in runs by the model's dtype: float16 cannot hold a state's numbers."""
 RUN_NUMBERS = 4096
 """The numbers of a state in one program, in runs."""
@@ -233,6 +233,7 @@ def _advance_runs_kernel(
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
+    WITHIN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A run, chunk after chunk; a program has some columns of one head's state."""
@@ -247,7 +248,6 @@ def _advance_runs_kernel(
     of_head = _state_of(memory, tl.load(runs.states + request).to(tl.int64), head, SIZES)
     of_head = of_head + row[:, None] * width + column[None, :]
     state = tl.load(of_head, mask=known[:, None] & within[None, :], other=0.0)
-    WITHIN: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32"
     own_rate, own_bias, own_skip = _own(steps, head)
     place = tl.arange(0, CHUNK)
     for begin in range(0, count, CHUNK):
@@ -284,11 +284,16 @@ def advance_runs(
     """
     out = torch.empty(len(inputs), sizes.heads * sizes.head_dim, dtype=torch.float32, device=inputs.device)
     rows = max(16, next_power_of_2(sizes.state_dim))
-    columns = max(16, min(COLUMNS, RUN_NUMBERS // rows, next_power_of_2(sizes.head_dim)))
-    chunk = CHUNK if rows * inputs.element_size() < 1024 else CHUNK // 2  # two tiles fit 99 KiB of shared memory
+    device = inputs.device
+    most = COLUMNS // 2 if is_amd(device) else COLUMNS  # the registers of AMD's wavefronts hold no more
+    columns = max(16, min(most, RUN_NUMBERS // rows, next_power_of_2(sizes.head_dim)))
+    # Two tiles fit 99 KiB of shared memory.
+    chunk = CHUNK // 2 if is_amd(device) or rows * inputs.element_size() >= 1024 else CHUNK
     precision = PRECISIONS[inputs.dtype]
+    within = "ieee" if precision == "ieee" else eleven_bits(device)
+    precision = precision if precision == "split" else within
     _advance_runs_kernel[(len(runs.states), sizes.heads, cdiv(sizes.head_dim, columns))](
-        inputs, steps, memory, runs, out, steps.step.stride(0), sizes, rows, columns, chunk, precision,
+        inputs, steps, memory, runs, out, steps.step.stride(0), sizes, rows, columns, chunk, precision, within,
         num_warps=8, num_stages=1,
     )  # fmt: skip
     return out
