@@ -11,7 +11,7 @@ import pytest
 
 from kvern.traces import request_spans
 from tests.support.collector import Collector, attributes, collecting
-from tests.support.served import QUESTION, SMALL, STORY, Served, eventually, serving
+from tests.support.served import QUESTION, SMALL, STORY, Served, children_of, command_of, eventually, serving
 
 PARENT = "b7ad6b7169203331"
 
@@ -110,6 +110,29 @@ def test_a_request_that_two_engines_had_is_one_trace(served: Served, collector: 
     whole = spans["text_completion kvern-1m"]
     assert attributes(whole)["kvern.moves"] == 1
     assert [event.name for event in whole.events] == ["moved"]
+
+
+@pytest.mark.nightly
+def test_a_request_that_moves_to_another_engine_is_one_trace(collector: Collector) -> None:
+    traced = ("--otlp-traces-endpoint", collector.url, "--trace-share", "1")
+    with serving(*SMALL, "--data-parallel-size", "2", *traced) as served:
+        quiet = served.client().completions.with_raw_response.create(prompt="Once", **STORY)
+        expected = tree(spans_of(collector, quiet.headers["x-request-id"]))
+        stream = served.client().completions.with_raw_response.create(prompt="Once", stream=True, **STORY)
+        chunks = iter(stream.parse())
+        next(chunks)
+        engines = served.raw("GET", "/v1/engines")[2]["data"]
+        [(name, steps)] = [(one["engine"], one["steps_file"]) for one in engines if one["oldest_requests"]]
+        folder = "kvern-" + steps.rpartition("-")[2]
+        [busy] = [child for child in children_of(served.process.pid) if f"/{folder}/" in command_of(child)]
+        os.kill(busy, signal.SIGKILL)
+        assert sum(1 for _ in chunks) > 0
+        spans = spans_of(collector, stream.headers["x-request-id"])
+    assert tree(spans) == expected and len(expected) == 7
+    whole = spans["text_completion kvern-1m"]
+    assert attributes(whole)["kvern.moves"] == 1
+    [moved] = whole.events
+    assert moved.name == "moved" and name in {str(value) for value in attributes(moved).values()}
 
 
 def test_a_client_that_leaves_in_a_long_step_has_the_spans_of_its_engine(served: Served, collector: Collector) -> None:
