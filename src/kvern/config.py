@@ -180,6 +180,10 @@ class EngineConfig:
     kv_tier_listen: str | None = None
     """HOST:PORT of this machine at which servers of other machines, with kv_tier nixl://HOST:PORT, read what engines
     keep in host memory. Those that know the secret in KV_PEER_KEY may; nothing is encrypted on the way."""
+    kv_tier_heads: bool = False
+    """Keep each KV head by itself in host memory, and read such pages from other servers: these may have another
+    tensor_parallel_size then, as prefill and decode servers of unequal sizes do. Both sides need it. It costs a copy
+    and more work for each page."""
     kv_events_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """JSON object that says where to publish which blocks the prefix cache has, as vLLM does, for routers of fleets:
     enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, bind. Events contain the tokens of
@@ -400,6 +404,11 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_tier_listen is {self.kv_tier_listen}: it offers the host memory of engines on this machine, of "
                 "which there is none: give kv_tier host, and leave executor ray out"
+            )
+        if self.kv_tier_heads and ("peer" in kinds or not kinds & {"host", "nixl"}):
+            raise ConfigError(
+                f"kv_tier_heads is on, and kv_tier {self.shown_kv_tier or 'not given'}: it is for host and nixl beside "
+                "servers of other sizes, and peer reads whole pages: leave one out"
             )
         if self.kv_tier_max_age is not None and not self.kv_tier:
             raise ConfigError(

@@ -249,7 +249,7 @@ def test_options_that_do_not_go_with_an_encoder(options: dict[str, Any], reason:
 def test_host_memory_that_another_engine_would_ignore(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LLM(str(folders["bert"]), threads=1, swap_space=4, kv_tier_max_age="7d") as llm:
+    with LLM(str(folders["bert"]), threads=1, swap_space=4, kv_tier_max_age="7d", kv_tier_heads=True) as llm:
         assert llm.embed([[5, 6]])
     assert "kv_tier host:4GiB has no effect: bert is an encoder and has no KV cache" in caplog.text
 

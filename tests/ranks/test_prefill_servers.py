@@ -144,16 +144,24 @@ def check_explained(decode: Served, address: str) -> None:
 
 
 @pytest.mark.nightly
-def test_each_rank_reads_the_pages_of_its_heads(address: str) -> None:
-    """The first rank alone asks which pages there are."""
-    more = "--max-model-len", "1024", "--tensor-parallel-size", "2"
-    options = "kvern-12m", *OPTIONS, *more  # its prompts take longer to compute than to load
-    with prefilling(options, address), serving(*options, "--role", "decode", "--prefill-server", address) as decode:
+@pytest.mark.parametrize(("sizes", "by_heads"), [((2, 2), False), ((2, 1), True), ((1, 2), True), ((2, 2), True)])
+def test_each_rank_reads_the_pages_of_its_heads(address: str, sizes: tuple[int, int], by_heads: bool) -> None:
+    """The first rank alone asks which pages there are; with pages of single heads sizes may differ."""
+    more = "--max-model-len", "1024", *(("--kv-tier-heads",) if by_heads else ())
+    prefills, decodes = (
+        ("kvern-12m", *OPTIONS, *more, "--tensor-parallel-size", str(size)) for size in sizes
+    )  # prompts of this model take longer to compute than to load
+    with (
+        prefilling(prefills, address) as prefill,
+        serving(*decodes, "--role", "decode", "--prefill-server", address) as decode,
+    ):
         eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
         cached = [0]
         for number in range(10):
             prompt = [300 + place * (number + 7) % 500 for place in range(600)]
-            answer = decode.client().completions.create(model="kvern-12m", prompt=prompt, max_tokens=2)
+            asked: dict[str, Any] = {"model": "kvern-12m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+            answer = decode.client().completions.create(**asked)
+            assert answer.choices[0].text == prefill.client().completions.create(**asked).choices[0].text
             details = answer.usage and answer.usage.prompt_tokens_details
             cached.append((details and details.cached_tokens) or 0)
         assert handed(decode) == 10
@@ -237,6 +245,9 @@ def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model:
         ({"prefill_server": ("a:1",), "role": "prefill"}, "role is prefill and prefill_server a:1"),
         ({"role": "prefill"}, "give kv_tier_listen"),
         ({"role": "decode", "prefill_server": ("a:1",), "prefix_cache": False}, "needs the prefix cache"),
+        ({"kv_tier_heads": True}, "kv_tier_heads is on, and kv_tier not given"),
+        ({"kv_tier_heads": True, "kv_tier": ("host", "peer")}, "peer reads whole pages: leave one out"),
+        ({"kv_tier_heads": True, "prefill_engines": 1, "decode_engines": 1}, "peer reads whole pages"),
     ],
 )
 def test_options_that_are_refused(given: dict[str, Any], reason: str) -> None:

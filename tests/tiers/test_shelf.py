@@ -306,6 +306,26 @@ def test_another_ranks_pages_are_put_into_private_stores_alone() -> None:
     assert not shared.pages
 
 
+def test_host_memory_has_single_heads_for_other_divisions() -> None:
+    """Of a piece of two heads; another rank's heads as well, since each rank has memory of its own."""
+    page, own = pieces(1)[0], HostStore(1 << 20)
+    size = len(page.at) - HEADER_BYTES
+    heads = [
+        Piece(name_of(10 + head), memoryview(bytearray(HEADER_BYTES + size // 2)), 64 * (not head), False)
+        for head in range(2)
+    ]
+    whole = page._replace(heads=heads, head_count=2, is_own=False)
+    for by_heads in (False, True):
+        store = HostStore(1 << 20) if not by_heads else own
+        shelf = Shelf({"host": store}, Clock(), by_heads=by_heads)
+        assert shelf.has_shared is by_heads
+        shelf.save([whole])
+        eventually(lambda shelf=shelf: shelf.is_quiet)  # type: ignore[misc]
+        names = [page.name, *(head.name for head in heads)]
+        assert store.has(names) == ([False, True, True] if by_heads else [True, False, False])
+        assert shelf.find(whole.names) is shelf.stores[0]
+
+
 def test_bytes_on_their_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvern.tiers.shelf.MOST_WRITING", 1500)
     store = MemoryStore()

@@ -52,8 +52,9 @@ def tokens(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return [output.outputs[0].token_ids for output in llm.generate([list(prompt) for prompt in prompts], PARAMS)]
 
 
-def test_a_hit_gives_the_bits_of_the_prefix_tree(tiny_model: Path) -> None:
-    with LLM(tiny_model, kv_tier=HOST, **OPTIONS) as llm:
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_a_hit_gives_the_bits_of_the_prefix_tree(tiny_model: Path, by_heads: bool) -> None:
+    with LLM(tiny_model, kv_tier=HOST, kv_tier_heads=by_heads, **OPTIONS) as llm:
         assert check_hits(llm, PROMPT) == 40
 
 

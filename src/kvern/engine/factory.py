@@ -194,7 +194,8 @@ def usable_tiers(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     if needed == config.kv_tier:
         return config
     logger.warning("kv_tier %s has no effect: %s", config.shown_kv_tier, reason)
-    return dataclasses.replace(config, kv_tier=needed, kv_tier_max_age=config.kv_tier_max_age if needed else None)
+    age, by_heads = (config.kv_tier_max_age, config.kv_tier_heads) if needed else (None, False)
+    return dataclasses.replace(config, kv_tier=needed, kv_tier_max_age=age, kv_tier_heads=by_heads)
 
 
 def facts_of(config: EngineConfig, spec: ModelSpec, layout: Layout, folder: Path) -> ModelFacts:

@@ -34,8 +34,8 @@ SAME_SPEED = frozenset({
     "model", "revision", "download_dir", "tokenizer", "chat_template", "chat_template_kwargs", "generation_config",
     "override_generation_config", "policy", "aging_steps", "tool_parser", "reasoning_parser", "seed", "cache_dir",
     "served_model_name", "engine_timeout", "kv_cache_tokens", "gpu_memory_share", "enable_sleep", "elastic_kv_cache",
-    "prefix_cache", "kv_tier", "kv_tier_listen", "kv_tier_max_age", "kv_events_config", "adapters", "target_itl",
-    "draft_url", "max_batch_requests", "role", "prefill_server",
+    "prefix_cache", "kv_tier", "kv_tier_listen", "kv_tier_max_age", "kv_tier_heads", "kv_events_config", "adapters",
+    "target_itl", "draft_url", "max_batch_requests", "role", "prefill_server",
 })  # fmt: skip
 """Options that do not change what a step of one size takes."""
 

@@ -98,7 +98,8 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
         number = sum(name.partition("-")[0] == kind for name in stores)
         stores[f"{kind}-{number + 1}" if number else kind] = store
     lines.append(f"pages are those of {identity.digest.hex()}")
-    return Tier(mover, Shelf(stores, memory=mover), identity.digest, layout.block_size), lines
+    shelf = Shelf(stores, memory=mover, by_heads=config.kv_tier_heads)
+    return Tier(mover, shelf, identity.digest, layout.block_size), lines
 
 
 def tables_of(cache: TieredCache) -> tuple[list[int], list[torch.Tensor]]:
@@ -169,7 +170,10 @@ def _host_store(option: str, config: EngineConfig, ranks: Ranks, mover: PageMove
     each = size // parts
     line = f"pages of the KV cache are kept in {size / 1e9:.2f} GB of host memory"
     memory = map_arena(each, number, parts)
-    store = HostStore(each if memory is None else len(memory), memory, mover.cell)
+    size = each if memory is None else len(memory)
+    if config.kv_tier_heads:
+        return HostStore(size, memory), f"{line}, by heads"
+    store = HostStore(size, memory, mover.cell)
     mover.pin(store)
     return store, line
 

@@ -164,7 +164,7 @@ class PromptService:
             reason = (
                 f"its pages are those of {ready.pages or 'no model'}, and those of this one are of "
                 f"{pages or 'no model'}: both need the same weights, formats of weights and keys, "
-                "block size and numbers of ranks"
+                "block size and numbers of ranks (with kv_tier_heads on both, of pipeline stages alone)"
             )
             await self._send(peer, Failed(reason))
             return

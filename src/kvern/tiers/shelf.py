@@ -53,11 +53,13 @@ class Shelf:
         clock: Callable[[], float] = time.monotonic,
         memory: PageMemory | None = None,
         lane: MakeLane = Lane,
+        *,
+        by_heads: bool = False,
     ) -> None:
-        """`memory`: of the pages; None: the host's. `lane` makes threads."""
+        """`memory`: of the pages; None: the host's. `lane` makes threads. `by_heads`: see `Shelved`."""
         self._memory: PageMemory = HostPages() if memory is None else memory
         self._batch = self._memory.batch_bytes
-        self.stores = [Shelved(name, store, lane) for name, store in stores.items()]
+        self.stores = [Shelved(name, store, lane, by_heads=by_heads) for name, store in stores.items()]
         for one in self.stores:
             if self._is_prompt(one):
                 one.price = Price(*PINNED)
@@ -437,7 +439,7 @@ class Shelf:
     def _lacks(self, one: Shelved, piece: Piece) -> bool:
         """True if a page should be put into a store."""
         now = self._clock()
-        is_ours = piece.is_own or one.direct is not None
+        is_ours = piece.is_own or one.is_private
         return is_ours and one.breaker.is_on(now) and not one.has(piece.name, now)
 
     def _begin(self, pieces: Sequence[Piece]) -> Sealing | None:

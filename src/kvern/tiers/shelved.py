@@ -96,10 +96,13 @@ MakeLane = Callable[[str, int], Lane]
 class Shelved:
     """A store with what is known of it."""
 
-    def __init__(self, name: str, store: Store, lane: MakeLane = Lane) -> None:
+    def __init__(self, name: str, store: Store, lane: MakeLane = Lane, *, by_heads: bool = False) -> None:
+        """`by_heads`: no page has more than one head, whatever the store is."""
         self.name, self.store = name, store
-        self.direct = store if isinstance(store, DirectStore) else None
-        self.is_whole = self.direct is not None or getattr(store, "has_whole_pages", False)
+        self.is_private = isinstance(store, DirectStore)
+        """No other rank puts pages into it."""
+        self.direct = store if isinstance(store, DirectStore) and not by_heads else None
+        self.is_whole = not by_heads and (self.is_private or getattr(store, "has_whole_pages", False))
         """Its pages have all heads of a rank."""
         self.keeps = not getattr(store, "is_read_only", False)
         """Pages are put into the store."""
