@@ -27,6 +27,7 @@ from kvern.deploy.workload import Run, Workload
 from kvern.engine.engine import Engine
 from kvern.errors import ConfigError
 from kvern.quantize.mixed import Mixture
+from tests.support.families import make_checkpoint
 from tests.support.killed_deployments import CARD
 from tests.support.plain_gguf import write_plain_gguf
 from tests.support.served import QUESTION, Served
@@ -230,6 +231,44 @@ def test_a_gguf_file_is_deployed_as_it_is(is_folder: bool, tmp_path: Path, capsy
     capsys.readouterr()
     assert main(["deploy", f"{file.parent}:F16", "--out", str(tmp_path / "new")]) == 2
     assert "tiny-F16.gguf" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "new").exists()
+
+
+def untaught(family: str, model: Path, folder: Path) -> Path:
+    """A model of a type without a family, with the tokenizer of the tiny model."""
+    make_checkpoint(family, folder, vocab_size=288)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model / name, folder / name)
+    return folder
+
+
+def test_a_description_is_kept_in_the_bundle_also_of_fewer_bits(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, out = untaught("jais2", model, tmp_path / "jais2"), tmp_path / "bundle"
+    assert main(["describe", str(folder)]) == 0
+    assert main(["deploy", str(folder), *arguments(model, out)[2:], "--memory", "380KB", "--max-loss", "5%"]) == 0
+    assert "described by: kvern_model.json" in capsys.readouterr().err
+    assert json.loads((out / "report.json").read_text())["stages"]["quantize"]["result"]["folder"] == "weights"
+    command, _ = read_command(["serve", str(out)], {})
+    caplog.clear()
+    with LLM(model=command.engine.model, max_model_len=40) as llm:
+        assert llm.generate(["the"], {"max_tokens": 4, "ignore_eos": True})[0].outputs[0].token_ids
+    assert f"kvern computes jais2 by the description in {out / 'weights'}" in caplog.text
+
+
+def test_a_model_that_transformers_computes_is_deployed_and_one_that_nothing_computes_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = untaught("gpt2", model, tmp_path / "gpt2"), tmp_path / "bundle"
+    assert main(["deploy", str(folder), *arguments(model, out)[2:]]) == 0
+    told = capsys.readouterr().err
+    assert "described by: none: transformers computes it" in told and "kvern describe may find" in told
+    assert read_command(["serve", str(out)], {})[0].engine.model == str(out / "weights")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard", "architectures": ["Unheard"]}))
+    assert main(["deploy", str(folder), *arguments(model, tmp_path / "new")[2:]]) == 2
+    assert "kvern has no description of this model" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "new").exists()
 
 
 MOMENTS = "discover,plan,shard,among weights,quantize,among measurements,tune,verify,bundle"

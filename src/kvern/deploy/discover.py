@@ -10,23 +10,30 @@ import msgspec
 from kvern.cache.keys import model_identity
 from kvern.config import EngineConfig
 from kvern.deploy.stage import Part, Work
-from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel, shown
+from kvern.errors import ConfigError, CorruptCheckpoint, shown
 from kvern.formats.gguf.files import split_files
 from kvern.io.bytecode import cache_home
 from kvern.io.files import as_size
+from kvern.models.fallback.spec import TransformersSpec
 from kvern.models.folder import model_folder
 from kvern.models.hub import EMBEDDED_FOLDER, local_model
 from kvern.models.hub_cache import space_for
+from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
-from kvern.models.registry import spec_from_config
+from kvern.models.registry import KEY
 from kvern.models.repository import repository_of
+from kvern.models.spec_file import FILE
 
 FALLBACK = "transformers"
+BY_TRANSFORMERS = (
+    "none: transformers computes it, and kvern those parts that compute the same; kvern describe may find a description"
+)
 
 
 class Discovered(msgspec.Struct):
     """A model. `revision`: the hub's commit; None for a folder. `outline`: the folder that describes it, which has
-    whole weights if the model is on this machine, else their headers. `identity`: of its files."""
+    whole weights if the model is on this machine, else their headers. `described`: by whom. `identity`: that of its
+    files."""
 
     model: str
     name: str
@@ -35,6 +42,7 @@ class Discovered(msgspec.Struct):
     licence: str | None
     nbytes: int
     family: str
+    described: str
     formats: list[str]
     quantized: str | None
     identity: str
@@ -76,6 +84,7 @@ class Discover:
         rows = [
             ("model", result.model + (f" at {result.revision}" if result.revision else "")),
             ("family", result.family),
+            ("described by", result.described),
             ("formats", ", ".join(result.formats)),
             ("licence", result.licence or "its card names none"),
             ("size", as_size(result.nbytes)),
@@ -89,10 +98,8 @@ def _described(model: str, revision: str | None, outline: Path, licence: str | N
     if not formats:
         raise ConfigError(f"{model} has neither safetensors nor GGUF files: give the folder of a model's weights")
     config = read_config(folder)
-    try:
-        family = spec_from_config(config).model_type
-    except UnsupportedModel:
-        family = FALLBACK
+    spec = describe_model(folder, config, "auto")
+    by_transformers = isinstance(spec, TransformersSpec)
     is_hub = revision is not None or outline.parent == EMBEDDED_FOLDER
     return Discovered(
         model=model if is_hub else str(outline),
@@ -101,7 +108,8 @@ def _described(model: str, revision: str | None, outline: Path, licence: str | N
         outline=str(outline),
         licence=licence,
         nbytes=nbytes,
-        family=family,
+        family=FALLBACK if by_transformers else spec.model_type,
+        described=BY_TRANSFORMERS if by_transformers else FILE if KEY in config else "a family of kvern",
         formats=formats,
         quantized="GGUF" if outline.is_file() else _method(config),
         identity=revision or _identity(folder),
