@@ -5,10 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvern.device.chunked_memory import ChunkedMemory, blocks_of_a_piece
 from kvern.runner.device_asleep import DeviceMemoryAsleep
 from tests.support.host_cuda import GRANULARITY, HostMapped, have_cuda_on_the_host
+from tests.support.sampling import examples
 from tests.support.sleeping import MIB, Owner
 
 CPU = torch.device("cpu")
@@ -107,3 +110,43 @@ def test_it_sleeps_beside_weights_and_wakes_with_the_least_or_not_at_all(monkeyp
     assert HostMapped.left == 0 and chunked.blocks == chunked.least
     assert torch.equal(owner.parts["whole"], expected)
     assert not any(pool[:, :8].any() or pool[:, chunked.scratch].any() for pool in pools)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    units=st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 30)),
+    turns=st.lists(st.tuples(st.sampled_from(["resize", "sleep", "others"]), st.integers(0, 140)), max_size=25),
+)
+def test_whatever_comes_and_goes_blocks_that_stay_keep_what_they_have(
+    units: tuple[int, int, int], turns: list[tuple[str, int]]
+) -> None:
+    """Sizes that are no multiples of a chunk, a card that others fill and leave, and sleeps."""
+    chunk, least_chunks, count = units
+    least, blocks = UNIT * min(chunk * least_chunks, count), UNIT * count
+    HostMapped.left = 64 * MIB
+    memory, pools = memory_of(blocks, UNIT * chunk, least)
+    expected = [torch.zeros(blocks) for _ in pools]
+    for number, (what, size) in enumerate(turns, 1):
+        before, total = memory.blocks, HostMapped.left + memory.size
+        if what == "others":
+            total = memory.size + size * GRANULARITY
+            HostMapped.left = size * GRANULARITY
+        elif what == "sleep":
+            memory.leave()
+            assert HostMapped.left == total
+            memory.enter()
+            expected = [torch.zeros(blocks) for _ in pools]
+        else:
+            wanted = blocks if size >= count else UNIT * size // (UNIT * chunk) * (UNIT * chunk)
+            found = memory.resize(wanted)
+            assert max(least, min(wanted, before)) <= found <= max(least, wanted, before)
+            assert found == max(wanted, least) or HostMapped.left < (found + UNIT * chunk) * 8 * GRANULARITY
+        assert HostMapped.left + memory.size == total
+        assert memory.blocks >= least
+        for pool, values in zip(pools, expected, strict=True):
+            values[memory.blocks :] = 0
+            assert (pool[:, : memory.blocks].float().amin((0, 2, 3)) == values[: memory.blocks]).all()
+            pool[:, : memory.blocks] = number
+            pool[:, memory.scratch] = 9
+            values[: memory.blocks] = number
+    HostMapped.left = 64 * MIB

@@ -9,6 +9,7 @@ import torch
 
 from kvern import LLM, SamplingParams
 from kvern.engine.core import EngineCore
+from kvern.errors import ConfigError
 from kvern.runner import kernel_backend
 from kvern.runner.plan import ChangingCache
 from tests.support.host_cuda import HostMapped, have_cuda_on_the_host
@@ -80,3 +81,12 @@ def test_a_model_and_its_draft_go_on_while_chunks_come_and_go_and_rows_name_none
             assert (table[-1] == memory.most).all(), "batches are padded with a block that always has memory"
     assert [request.outputs[0].token_ids for request in requests] == expected
     assert core.scheduler.preemption_count
+
+
+@pytest.mark.usefixtures("changing")
+def test_a_card_without_memory_for_one_sequence_is_a_plain_error(
+    tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostMapped, "left", 0)
+    with pytest.raises(ConfigError, match="no memory for the KV cache of 64 tokens beside what others have: lower max"):
+        on_device(make_tiny_model(tmp_path), **OPTIONS | {"max_model_len": 64}, elastic_kv_cache=True)

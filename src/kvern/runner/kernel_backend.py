@@ -33,7 +33,7 @@ from kvern.drafting.device.head_graphs import DeviceHead, HeadGraphs
 from kvern.drafting.models.head import DraftHead
 from kvern.drafting.models.medusa_heads import MedusaHeads
 from kvern.drafting.rejection import Drawn
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, in_a_line
 from kvern.kernels import masks
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.launch import capability
@@ -297,8 +297,9 @@ class KernelBackend:
             if self._config.kv_tier:
                 graphs += bytes_of_packed(self._plan, token_bytes, state_bytes)
                 graphs += STAGES * STAGE_BYTES + STEPS_STAGE_BYTES
-            room = cache_bytes(self._memory, token_bytes, graphs + state_bytes)  # of the row that pads batches
-            changing = self._changing(loaded, graphs + state_bytes)
+            reserved = graphs + state_bytes  # of the row that pads batches
+            changing = self._changing(loaded, reserved)
+            room = cache_bytes(self._memory, token_bytes, reserved) if changing is None else changing.own_bytes
             report_others(self._memory)
         libraries = frozenset() if self._choice is None else frozenset(self._choice.libraries)
         return FreeMemory(
@@ -392,11 +393,17 @@ class KernelBackend:
         """The backend of attention: the libraries that are chosen for each phase, or PyTorch if none is."""
         sizes = blocks, block_size, dtype, self._device
         cache = CacheOptions(self._layers, *sizes, groups, eight_bit, decoder.sinks, self._memory.chunked)
-        if self._choice is None or not chosen:
-            return TorchAttention(cache)
-        phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})
-        triton, deterministic = self._choice.triton, self._config.deterministic
-        return PagedAttention(cache, phases, triton, deterministic)
+        try:
+            if self._choice is None or not chosen:
+                return TorchAttention(cache)
+            phases = Phases(**{phase: self._choice.libraries[name] for phase, name in chosen.items()})
+            return PagedAttention(cache, phases, self._choice.triton, self._config.deterministic)
+        except torch.OutOfMemoryError as error:
+            count = blocks if cache.chunked is None else cache.chunked.least
+            raise ConfigError(
+                f"the GPU has no memory for the KV cache of {count * block_size} tokens beside what others have: lower "
+                f"max_model_len or kv_cache_tokens, or free memory ({in_a_line(error)})"
+            ) from error
 
     def _measure(self, loaded: LoadedModel) -> int:
         """Run the largest steps of a GPU; returns the bytes that CUDA graphs take besides."""
