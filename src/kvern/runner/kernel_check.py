@@ -6,7 +6,8 @@ names both, at every start.
 
 What is not in Triton's cache yet is compiled side by side in processes: threads would share Python's lock, which
 Triton's compiler holds half of its time. A process of these never touches the device: its driver only names the target,
-every launch ends with the compiled kernel, and the threads that load kernels here find it in the cache.
+every launch ends with the compiled kernel, and the threads that load kernels here find it in the cache. A kernel that
+ends the compiler's process is compiled nowhere else.
 """
 
 import ctypes
@@ -55,12 +56,16 @@ def broken_groups(models: Sequence[Launches], device: torch.device) -> list[froz
     `models`: what each launches on this device. Raises ConfigError if a kernel of another package does not compile,
     whose work nothing else does.
     """
+    died: dict[int, int] = {}
     if device.type == "cuda":
         ahead.finish()
-        compile_in_processes(models)
+        died = compile_in_processes(models)
     use = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # a thread begins at the first
     with ThreadPoolExecutor(THREADS, initializer=use) as pool:
-        running = [[(launch, pool.submit(_load, launch)) for launch in launches.values()] for launches in models]
+        running = [
+            [(launch, pool.submit(_load, launch, died.get(id(launch)))) for launch in launches.values()]
+            for launches in models
+        ]
         broken = [_broken(launches) for launches in running]
     first = {group: found for groups in reversed(broken) for group, found in groups.items()}
     for group, (names, error) in first.items():
@@ -78,8 +83,13 @@ def broken_groups(models: Sequence[Launches], device: torch.device) -> list[froz
     return [frozenset(groups) for groups in broken]
 
 
-def _load(launch: Launch) -> None:
-    """Compile a kernel, and load it on the current GPU: there it shows whether the card has room for its memory."""
+def _load(launch: Launch, died: int | None) -> None:
+    """Compile a kernel, and load it on the current GPU: there it shows whether the card has room for its memory.
+
+    `died`: the exit code of the process that compiled it, if the compiler ended that.
+    """
+    if died is not None:
+        raise RuntimeError(f"the compiler of {launch.name} died with exit code {died}")
     _ = launch.compile().run
 
 
@@ -119,41 +129,51 @@ class TargetDriver:
         return torch.device("cpu")
 
 
-def compile_in_processes(models: Sequence[Launches]) -> None:
+def compile_in_processes(models: Sequence[Launches]) -> dict[int, int]:
     """Compile what models launch, if nobody has: then a launch finds it in Triton's cache.
 
-    What does not compile is left for the launch to report.
+    What does not compile is left for the launch to report. Returns the exit codes of processes that the compiler ended,
+    by the id of the launch.
     """
     target = triton.runtime.driver.active.get_current_target()
-    if target.backend != "cuda" or "fork" not in multiprocessing.get_all_start_methods():
-        return
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return {}
     if multiprocessing.current_process().daemon:  # it may have no processes
-        return
+        return {}
     missing = {mark: launches for launches in models if not (mark := _mark(launches, target)).exists()}
     forms = [launch for launches in missing.values() for launch in launches.values()]
     if not forms:
-        return
+        return {}
     order = {group: place for place, group in enumerate(LONGEST)}
     launches = sorted(forms, key=lambda launch: order.get(launch.group, len(LONGEST)))
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)
-    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(launches))
-    arguments = target, launches, following
-    processes = [context.Process(target=_compile, args=arguments, daemon=True) for _ in range(count)]
-    for process in processes:
-        process.start()
     end = time.monotonic() + PATIENCE_SECONDS
-    try:
+    died: dict[int, int] = {}
+    whole = True
+    while following.value < len(launches) and time.monotonic() < end:  # again if all have died
+        count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(launches))
+        current = context.Array("i", [-1] * count)
+        arguments = target, launches, following, current
+        processes = [context.Process(target=_compile, args=(*arguments, slot), daemon=True) for slot in range(count)]
         for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-    finally:  # also at Ctrl-C
-        for process in processes:
-            process.kill()
-            process.join()
-    if not any(process.exitcode for process in processes):
+            process.start()
+        try:
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+            for index, process in zip(current, processes, strict=True):
+                if index >= 0 and process.exitcode not in (None, -signal.SIGKILL):  # which is no fault of a compiler
+                    died[id(launches[index])] = process.exitcode
+        finally:  # also at Ctrl-C
+            for process in processes:
+                process.kill()
+                process.join()
+        whole = whole and not any(process.exitcode for process in processes)
+    if whole:
         for mark in missing:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
+    return died
 
 
 def _mark(launches: Launches, target: GPUTarget) -> Path:
@@ -165,8 +185,11 @@ def _mark(launches: Launches, target: GPUTarget) -> Path:
     return Path(triton.knobs.cache.dir) / f"kvern-{hashlib.sha256(repr(said).encode()).hexdigest()}"
 
 
-def _compile(target: GPUTarget, launches: Sequence[Launch], following: Any) -> None:
-    """The work of a process: it compiles one kernel after another, and exits with 1 if one cannot be compiled."""
+def _compile(target: GPUTarget, launches: Sequence[Launch], following: Any, current: Any, slot: int) -> None:
+    """The work of a process: it compiles one kernel after another, and exits with 1 if one cannot be compiled.
+
+    `current[slot]` is the one that it compiles now, -1 at the end.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
     from triton.backends.nvidia.driver import CudaLauncher
@@ -177,11 +200,12 @@ def _compile(target: GPUTarget, launches: Sequence[Launch], following: Any) -> N
     while True:
         with following.get_lock():
             index, following.value = following.value, following.value + 1
+        current[slot] = index if index < len(launches) else -1
         if index >= len(launches):
             sys.exit(int(failed))
         try:
             kernel = launches[index].compile()
-            if kernel.hash not in known:
+            if target.backend == "cuda" and kernel.hash not in known:
                 known.add(kernel.hash)
                 CudaLauncher(kernel.src, kernel.metadata)
         except Exception as error:
