@@ -18,14 +18,19 @@ from kvern.spec.mixers import AttentionSpec
 from tests.support.configs import LLAMA
 
 needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed")
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 LANES = 128
 
 
-def make_random(folder: Path, changes: dict[str, Any]) -> Path:
-    """A checkpoint of a Llama of two layers in float32, with changes to its config.json."""
+def write_config(folder: Path, changes: dict[str, Any]) -> Path:
+    """The config.json of a Llama of two layers in float32, with changes; the folder is returned."""
     config = LLAMA | {"num_hidden_layers": 2, "torch_dtype": "float32", "tie_word_embeddings": False} | changes
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def make_random(folder: Path, changes: dict[str, Any]) -> Path:
+    """A checkpoint of random weights for `write_config`."""
+    write_config(folder, changes)
     targets = outline_model(folder, load_format="dummy").tensor_targets()
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(target.shape, generator=generator) * 0.3 for name, target in targets.items()}

@@ -1,6 +1,12 @@
 """Steps for TPUs without one: lowered by JAX, which any machine can, and compiled by libtpu, with bounds of memory."""
 
+import importlib.util
+import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -8,18 +14,18 @@ import pytest
 from kvern.errors import ConfigError
 from kvern.models.loader import outline_model
 from kvern.tpu import ahead
-from tests.support.tpu import make_random, needs_jax, needs_libtpu
+from tests.support.tpu import needs_jax, write_config
 
 SIZES = {
     "hidden_size": 2048,
-    "intermediate_size": 8192,
+    "intermediate_size": 4096,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "vocab_size": 128256,
+    "vocab_size": 8192,
     "max_position_embeddings": 131072,
 }
-"""Those of Llama 3.2 1B, with two layers."""
+"""Heads as in Llama 3.2 1B."""
 
 
 @needs_jax
@@ -32,7 +38,7 @@ def test_steps_are_lowered_for_a_tpu_with_the_kernel_in_each_layer(kind: str, tm
     from kvern.tpu.function import cache_shape, make_step
     from kvern.tpu.weights import weights_of
 
-    decoder = outline_model(make_random(tmp_path, {}), "bfloat16", "dummy")
+    decoder = outline_model(write_config(tmp_path, {}), "bfloat16", "dummy")
     weights = weights_of(decoder)
     layers = decoder.spec.attentions
     caches = [jax.ShapeDtypeStruct(cache_shape(layer, 8, 128), weights["embed"].dtype) for layer in layers]
@@ -47,14 +53,33 @@ def test_steps_are_lowered_for_a_tpu_with_the_kernel_in_each_layer(kind: str, tm
         assert lowered.mlir_module().count("@tpu_custom_call") == len(layers)
 
 
-@needs_libtpu
+@pytest.fixture(scope="module")
+def _libtpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The compiler that this JAX asks for: it is large, and installed for these tests where it is not there."""
+    if importlib.util.find_spec("libtpu") is not None:
+        yield
+        return
+    needed = next(text.partition(";")[0] for text in requires("jax") or () if text.startswith("libtpu"))
+    folder = tmp_path_factory.mktemp("libtpu")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), needed]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"{needed} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
+        yield
+    shutil.rmtree(folder)  # 700 MB
+
+
+@needs_jax
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("chip", ahead.TOPOLOGIES)
+@pytest.mark.usefixtures("_libtpu")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("chip", "dtype"), [*((chip, "bfloat16") for chip in ahead.TOPOLOGIES), ("v5e", "float32")])
 def test_steps_compile_for_a_chip_and_take_little_more_than_weights_and_cache(
     chip: ahead.Chip, dtype: str, tmp_path: Path
 ) -> None:
-    request = ahead.Request(str(make_random(tmp_path, SIZES)), chip, dtype, rows=8, max_model_len=4096)
+    request = ahead.Request(str(write_config(tmp_path, SIZES)), chip, dtype, rows=8, max_model_len=4096)
     width = 2 if dtype == "bfloat16" else 4
     cache = 2 * 8 * 4096 * 2 * 8 * 128 * width  # heads of 64 take 128 lanes
     prefill, decode = ahead.compiled(request)
@@ -62,16 +87,16 @@ def test_steps_compile_for_a_chip_and_take_little_more_than_weights_and_cache(
         assert step.error == ""
         assert step.caches == cache
         assert step.in_place >= cache  # donated: no step copies the cache
-        assert step.arguments + 80e6 > step.total
-        assert step.total < ahead.MEMORY[chip]
+        assert step.total < step.arguments + 32e6
     assert decode.temporary < 8e6
 
 
-@needs_libtpu
+@needs_jax
 @pytest.mark.nightly
+@pytest.mark.usefixtures("_libtpu")
 def test_what_does_not_fit_is_said_by_the_compiler(tmp_path: Path) -> None:
-    request = ahead.Request(str(make_random(tmp_path, SIZES)), "v5e", "float32", rows=64, max_model_len=131072)
-    assert ["hbm" in step.error and step.total == 0 for step in ahead.compiled(request)] == [True, True]
+    request = ahead.Request(str(write_config(tmp_path, SIZES)), "v5e", "bfloat16", rows=64, max_model_len=131072)
+    assert ["exceeds available HBM" in step.error for step in ahead.compiled(request)] == [True, True]
 
 
 def test_a_compiler_that_ends_is_named_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

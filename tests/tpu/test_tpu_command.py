@@ -8,7 +8,7 @@ import pytest
 from kvern.cli.main import main
 from kvern.tpu import ahead
 from tests.support.tiny_model import make_tiny_model
-from tests.support.tpu import make_random, needs_jax
+from tests.support.tpu import needs_jax, write_config
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def test_a_model_answers_as_pytorch_does(tmp_path: Path, capsys: pytest.CaptureF
 
 @needs_jax
 def test_other_models_are_refused_before_they_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_random(tmp_path, {"hidden_act": "gelu"})
-    (tmp_path / "model.safetensors").unlink()
+    write_config(tmp_path, {"hidden_act": "gelu"})
     assert main(["tpu", str(tmp_path)]) == 2
     assert "layers.mlp.activation is 'gelu'" in capsys.readouterr().err
 
@@ -71,8 +70,7 @@ def test_compiled_steps_are_a_table_and_errors_are_lines(
     asked: list[ahead.Request] = []
     monkeypatch.setattr(ahead, "compiled", lambda request: asked.append(request) or found)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    make_random(tmp_path, {})
-    (tmp_path / "model.safetensors").unlink()
+    write_config(tmp_path, {})
     assert main(["tpu", str(tmp_path), "--compile", "all", "--rows", "3"]) == 1
     said = capsys.readouterr().out
     assert [f"{number} GB" for number in said.partition("prefill")[2].split("\n")[0].replace("GB", "").split()] == [

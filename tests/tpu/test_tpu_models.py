@@ -1,7 +1,7 @@
 """Models as JAX functions on a CPU: at prefill and decode, over a paged cache, logits are those of PyTorch."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,12 +30,12 @@ PROMPTS = ([5, 6, 7, 8, 9, 11] * 4, [3, 4, 5, 6, 7, 9], [2] * 8)
 """Of widths that are compiled once: whole chunks of 8."""
 
 
-def generated(folder: Path, **options: Any) -> Any:
+def generated(folder: Path, attention: Literal["plain", "pallas"] = "plain", **options: Any) -> Any:
     """The model in PyTorch, and answers of its function, which take the blocks of others in another order."""
     from kvern.tpu.generate import JaxModel, attention_named
 
     decoder = load_model(folder, LoadOptions(dtype="float32", **options))
-    model = JaxModel(decoder, attention_named("plain"), 16, block_size=8, chunk=8)
+    model = JaxModel(decoder, attention_named(attention), 16, block_size=8, chunk=8)
     model.generate(PROMPTS[:2], 2)
     answers = model.generate(PROMPTS, 5)
     assert [len(answer.tokens) for answer in answers] == [5, 5, 5]
@@ -58,6 +58,19 @@ def test_logits_are_those_of_the_pytorch_model(family: str, tmp_path: Path) -> N
         decoder.layers[0].attention_in.weight[0] *= 1.1
     wrong = compare(decoder, answers)
     assert min(wrong.prefill, wrong.decode) > 1e-2
+
+
+@needs_jax
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["qwen3", "window"])
+def test_logits_by_the_interpreted_kernel_are_those_of_the_pytorch_model(family: str, tmp_path: Path) -> None:
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    from kvern.tpu.generate import compare
+
+    found = compare(*generated(make_random(tmp_path, FAMILIES[family]), "pallas"))
+    assert max(found.prefill, found.decode) < 1e-4
+    assert not interpret_pallas_call.races.races_found
 
 
 @needs_jax
