@@ -48,6 +48,8 @@ class CacheExtension:
 
     prefetches: bool = False
     """`prefetch` may do something."""
+    counts_tokens: ClassVar[bool] = True
+    """It has to be asked for a token that begins and fills no block, too."""
 
     @property
     def evictable_count(self) -> int:

@@ -85,6 +85,8 @@ class KVCacheManager:
         for extension in self.extensions:
             if excluded := extension.excludes & names:
                 raise ValueError(f"{extension.name} cannot be used together with {', '.join(sorted(excluded))}")
+        self.counts_tokens = any(extension.counts_tokens for extension in self.extensions)
+        """An extension has to be asked for each token; if not, they are asked for blocks alone."""
         self.tree.losing += [extension.lose for extension in self.extensions]
         self.journal: CacheJournal | None = None
         """Knows which prefixes are cached, if somebody wants to know."""
@@ -290,7 +292,7 @@ class KVCacheManager:
         Returns the new blocks of the first block table; None, and gives none, if there are not enough.
         """
         lacking = max(0, self.blocks_for(tokens) - len(request.block_ids))
-        if not lacking and not self.extensions:
+        if not lacking and not self.counts_tokens:
             return []  # the most frequent case by far
         needed = [lacking, *self._needed(request, tokens)]
         if not any(needed):

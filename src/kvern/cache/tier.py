@@ -53,6 +53,7 @@ class TierTraffic(CacheExtension):
 
     name = TierMessage.extension
     prefetches = True
+    counts_tokens = False
 
     def __init__(self, tier: TierIndex, page_blocks: int, memory: CacheMemory) -> None:
         """The extensions for windows and states, if there are any, have been made before."""

@@ -495,7 +495,7 @@ class EngineCore(EngineLoop):
         events = []
         if result.reports:
             self.report(result.reports)
-        plain = not (result.broken or result.embeddings or result.guessed or self.scheduler.cache.extensions)
+        plain = not (result.broken or result.embeddings or result.guessed or self.scheduler.cache.counts_tokens)
         size = self.scheduler.cache.block_size
         for index, request in enumerate(requests):
             if request.state is State.FINISHED:  # aborted, or it stopped one step ago

@@ -261,7 +261,7 @@ class Scheduler:
         crowded, self._crowded = self._crowded, None
         kept = 0 if crowded is None or crowded.state is State.FINISHED else self._least(crowded)[1]
         tokens, behind = self.limits.max_batch_tokens - kept, list[Request]()
-        plain = self._wanted is None and not self.cache.extensions
+        plain = self._wanted is None and not self.cache.counts_tokens
         for request in in_turn(self.running, self.limits.stages, begin):
             if plain and tokens > 0 and decode_token(request, output, self.cache.block_size):
                 tokens -= 1
