@@ -69,7 +69,7 @@ def test_a_kernel_that_ends_its_compiler_ends_no_engine(
         for name, ends in (("norm", aborts), ("moe", partial(os._exit, 1)), ("rotary", aborts))
     ]
     planted += [Planted("_sum_kernel", "sampling", True), Planted("_gated_kernel", "activation", True)]
-    launches: Launches = {(launch.name, ""): launch for launch in planted}  # type: ignore[misc]
+    launches: Launches = {(launch.name, ""): launch for launch in planted}
     assert broken_groups([launches], torch.device("cuda")) == [{"norm", "moe", "rotary"}]
     assert f"the compiler of _norm_kernel died with exit code -{signal.SIGUSR1:d}" in caplog.text
     assert not (tmp_path / "mark").exists(), "the next start must find it again"

@@ -161,7 +161,7 @@ def compile_in_processes(models: Sequence[Launches]) -> dict[int, int]:
         try:
             for process in processes:
                 process.join(max(0.0, end - time.monotonic()))
-            for index, process in zip(current, processes, strict=True):
+            for index, process in zip(current[:], processes, strict=True):
                 if index >= 0 and process.exitcode not in (None, -signal.SIGKILL):  # which is no fault of a compiler
                     died[id(launches[index])] = process.exitcode
         finally:  # also at Ctrl-C
