@@ -272,7 +272,7 @@ WAITS: list[Mistake] = [held_beams_keep_their_blocks, lost_tokens_awaited, every
 )
 def test_the_machine_notices(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
-    few = settings(max_examples=1000, stateful_step_count=30, report_multiple_bugs=False, phases=[Phase.generate])
+    few = settings(max_examples=3000, stateful_step_count=30, report_multiple_bugs=False, phases=[Phase.generate])
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_state_machine_as_test(EngineMachine, settings=few)
 
