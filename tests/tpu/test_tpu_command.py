@@ -53,6 +53,30 @@ def test_a_model_answers_as_pytorch_does(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @needs_jax
+def test_what_jax_cannot_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(name: str) -> None:
+        raise RuntimeError(f"no backend for\n{name}")
+
+    make_tiny_model(tmp_path)
+    monkeypatch.setattr("kvern.tpu.generate.attention_named", fail)
+    assert main(["tpu", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "kvern tpu: error: JAX cannot run this: RuntimeError: no backend for auto\n"
+
+
+@pytest.mark.parametrize(("found", "code"), [("0.9.2", 2), ("0.10.2", 1), ("1.0", 1)])
+def test_an_older_jax_is_refused(
+    found: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("kvern.cli.tpu.version", lambda name: found)
+    monkeypatch.setattr(ahead, "compiled", lambda request: [ahead.Step("decode", error="full")])
+    assert main(["tpu", str(write_config(tmp_path, {})), "--compile", "v5e"]) == code
+    assert ("needs JAX 0.10 or newer, and 0.9.2 is here" in capsys.readouterr().err) == (code == 2)
+
+
+@needs_jax
 def test_other_models_are_refused_before_they_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(tmp_path, {"hidden_act": "gelu"})
     assert main(["tpu", str(tmp_path)]) == 2
@@ -70,6 +94,7 @@ def test_compiled_steps_are_a_table_and_errors_are_lines(
     asked: list[ahead.Request] = []
     monkeypatch.setattr(ahead, "compiled", lambda request: asked.append(request) or found)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("kvern.cli.tpu.version", lambda name: "0.10.2")
     write_config(tmp_path, {})
     assert main(["tpu", str(tmp_path), "--compile", "all", "--rows", "3"]) == 1
     said = capsys.readouterr().out

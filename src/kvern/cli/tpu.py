@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from kvern.cli.output import check_least, make_table, print_figures, print_lines, print_tables, refuse
 from kvern.config import EngineConfig
-from kvern.errors import ConfigError
+from kvern.errors import ConfigError, in_a_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 Chip = Literal["v5e", "v6e", "v5p"]
 CHIPS: tuple[Chip, ...] = ("v5e", "v6e", "v5p")
+OLDEST = 0, 10
+"""The version of JAX whose Pallas the kernel is written for."""
 INSTALL = "pip install 'kvern[tpu]'"
 LONGEST = 4096
 BOUND = 1e-4
@@ -87,6 +90,10 @@ class TpuCommand:
         for package in ("jax", *(["libtpu"] if self.compile is not None else [])):
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(f"kvern tpu needs the package {package}, which is not installed: {INSTALL}")
+        if tuple(map(int, (found := version("jax")).split(".")[:2])) < OLDEST:
+            raise ConfigError(
+                f"kvern tpu needs JAX {'.'.join(map(str, OLDEST))} or newer, and {found} is here: {INSTALL}"
+            )
 
     def _run(self, folder: Path, longest: int) -> int:
         from kvern.models.loader import LoadOptions, load_model
@@ -100,8 +107,11 @@ class TpuCommand:
         if not (tokens := tokenizer.encode(self.prompt)):
             raise ConfigError("prompt is empty: give a text that the model goes on with")
         blocks = -(-(len(tokens) + self.max_tokens) // BLOCK_SIZE)
-        model = JaxModel(decoder, attention_named(self.attention), blocks)
-        answers = model.generate([tokens], self.max_tokens, tokenizer.eos_token_ids)
+        try:
+            model = JaxModel(decoder, attention_named(self.attention), blocks)
+            answers = model.generate([tokens], self.max_tokens, tokenizer.eos_token_ids)
+        except RuntimeError as error:  # as JAX raises it: no such backend, or too little memory there
+            raise ConfigError(f"JAX cannot run this: {in_a_line(error)}") from error
         sys.stdout.write(f"{self.prompt}{tokenizer.decode(answers[0].tokens)}\n")
         if not self.check:
             return 0
