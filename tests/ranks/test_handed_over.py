@@ -329,7 +329,7 @@ def test_an_end_is_told_while_the_next_steps_compute_other_prompts(family: str, 
         steps = Flying(core)
         for name, prompt in (("first", LONG[0][:140]), ("second", LONG[3])):
             core.add(RequestSpec(name, PromptInput([7, *prompt]), ResolvedParams(), 30).prompt_alone())
-        while not core._handing:
+        while not core._handing.awaiting:
             assert not core.step()
         awaited, begun = steps.awaited, len(steps.computed)
         for _ in range(5):

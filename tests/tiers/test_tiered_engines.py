@@ -1,6 +1,7 @@
 """Pages that left the cache and come back: the bits that the prefix tree gives, and less to compute."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvern import LLM, SamplingParams
-from kvern.cache.messages import PageSave, Part, TierMessage
+from kvern.cache.messages import PageLoad, PageSave, Part, TierMessage
 from kvern.errors import ConfigError
 from kvern.request.request import RequestOptions, State
 from kvern.request.step import SchedulerOutput
-from kvern.runner.tiered import TieredSteps
+from kvern.runner.tiered import TieredSteps, computing
 from kvern.tiers.host import HostStore
 from kvern.tiers.pages import HEADER_BYTES
 from kvern.tiers.store import STORES
@@ -84,6 +85,21 @@ def test_a_step_is_started_before_the_host_copies_what_was_packed(fails: bool) -
     with pytest.raises(RuntimeError, match="as planned") if fails else nullcontext():
         steps.execute(output)
     assert calls == ["packed", "started", "put"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_that_ends_while_a_step_computes_is_reported_with_it(ranks: int) -> None:
+    """With several ranks one step later, since all of them say so at the beginning of a step."""
+    ended: list[tuple[int, int]] = []
+    tier: Any = Calls()
+    tier.load, tier.finished = lambda loads: None, lambda: [ended.pop()] if ended else []
+    steps = TieredSteps(computing(lambda _: Future()), tier, None if ranks == 1 else lambda counts: counts)
+    outputs = [SchedulerOutput(number) for number in (1, 2)]
+    outputs[0].extensions[TierMessage.extension] = TierMessage([], [PageLoad(7, b"key", [[0]])], [])
+    first = steps.execute(outputs[0])
+    ended.append((7, 1))
+    reports = [first.result().reports, steps.execute(outputs[1]).result().reports]
+    assert [report[TierMessage.extension] for report in reports] == [[(7, 1)] if ranks == 1 else [], [(7, 1)]]
 
 
 def test_conversations_that_left_the_cache_go_on(tiny_model: Path) -> None:

@@ -107,7 +107,7 @@ class EngineCore(EngineLoop):
         """A call of `step` would do something."""
         if self.scheduler.cache.shrinks_to is not None:
             return True
-        return self._has_steps or bool(self._in_flight) or bool(self._held) or bool(self._handing)
+        return self._has_steps or bool(self._in_flight) or bool(self._held) or bool(self._handing.awaiting)
 
     @property
     def _has_steps(self) -> bool:
@@ -309,13 +309,15 @@ class EngineCore(EngineLoop):
             return [event for unit, reason in reasons.items() for event in self._fail_unit(unit, reason)]
         if (chunks := self.scheduler.cache.shrinks_to) is not None:
             return self.resize_cache(chunks)[1]
-        if self._handing and (handed := self._handing.ended(self._clock())):
+        if self._handing.awaiting and (handed := self._handing.ended(self._clock())):
             return handed
         if self._trial.settle():
             self.scheduler.restrict(self._trial.units)
         if self._held:
             self._release()
-        if self._depth == 1 and self._handing.holds(self._clock()):  # a step would be waited for
+        if (
+            self._depth == 1 and self._handing.awaiting and self._handing.holds(self._clock())
+        ):  # a step would be waited for
             self._rest()
             return []
         if len(self._in_flight) < self._depth and self._has_steps:
@@ -335,10 +337,10 @@ class EngineCore(EngineLoop):
             if self._trial.units is not None and not self.scheduler.cache.is_loading:
                 self._trial.skip()
                 self.scheduler.restrict(self._trial.units)
-            elif self._has_steps or self._handing:
+            elif self._has_steps or self._handing.awaiting:
                 self._rest()
             return []
-        if self._handing and not self._in_flight[0][2].done():
+        if self._handing.awaiting and not self._in_flight[0][2].done():
             self._rest()
             return []
         return self._collect_oldest()
@@ -381,7 +383,9 @@ class EngineCore(EngineLoop):
             self._recorder.ended(output, requests, result)
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
-        events = self._handing.withhold(self._collect(output, requests, result), self._clock())
+        events = self._collect(output, requests, result)
+        if self._handing.computed:
+            events = self._handing.withhold(events, self._clock())
         if self.drafting is not None:
             answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
             self.drafting.propose(answered, len(self.scheduler.running))

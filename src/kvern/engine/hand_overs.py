@@ -23,47 +23,43 @@ class HandOvers:
     def __init__(self, cache: "KVCacheManager", statistics: EngineStatistics) -> None:
         self._cache = cache
         self._statistics = statistics
-        self._computed: dict[str, Request] = {}
+        self.computed: dict[str, Request] = {}
         """The requests that are computed now, by their ids."""
-        self._awaiting: list[tuple[TokenEvent, SharedPrompt, float]] = []
+        self.awaiting: list[tuple[TokenEvent, SharedPrompt, float]] = []
         """The last events of others, what they wait for, and since when."""
-
-    def __bool__(self) -> bool:
-        """True if the end of some will be told without a step."""
-        return bool(self._awaiting)
 
     def begin(self, request: Request) -> None:
         """A request has come, which may be one of them."""
         if request.spec.hands_over:
-            self._computed[request.request_id] = request
+            self.computed[request.request_id] = request
 
     def forget(self, request_id: str) -> None:
         """A request ends otherwise, which may be one of them."""
-        self._computed.pop(request_id, None)
+        self.computed.pop(request_id, None)
 
     def withhold(self, events: list[TokenEvent], now: float) -> list[TokenEvent]:
         """Returns the events of a step without those that are told later."""
-        return [event for event in events if not self._awaits(event, now)] if self._computed else events
+        return [event for event in events if not self._awaits(event, now)]
 
     def _awaits(self, event: TokenEvent, now: float) -> bool:
-        request = None if event.finish_reason is None else self._computed.pop(event.request_id, None)
+        request = None if event.finish_reason is None else self.computed.pop(event.request_id, None)
         if request is None:
             return False
         self._statistics.generation_tokens -= len(event.token_ids)
         shared = self._cache.shared(request)
         if shared is not None:
-            self._awaiting.append((event, shared, now))
+            self.awaiting.append((event, shared, now))
         return shared is not None
 
     def holds(self, now: float) -> bool:
         """Returns whether an end will probably be told at once."""
-        return any(now < since + HOLD_SECONDS and shared.arrives for _, shared, since in self._awaiting)
+        return any(now < since + HOLD_SECONDS and shared.arrives for _, shared, since in self.awaiting)
 
     def ended(self, now: float) -> list[TokenEvent]:
         """Returns the last events of prompts that others find now, or have to do without."""
-        ready = [each for each in self._awaiting if each[1].has_ended() or now >= each[2] + HAND_OVER_SECONDS]
+        ready = [each for each in self.awaiting if each[1].has_ended() or now >= each[2] + HAND_OVER_SECONDS]
         if ready:
-            self._awaiting = [each for each in self._awaiting if each not in ready]
+            self.awaiting = [each for each in self.awaiting if each not in ready]
         return [_told(event, shared.lacking_tokens) for event, shared, _ in ready]
 
 

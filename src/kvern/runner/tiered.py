@@ -53,7 +53,12 @@ class TieredSteps:
         if message is not None and message.loads:
             self._counts |= {load.load: NOT_ENDED for load in message.loads}
             self._tier.load(message.loads)
-        return Reported(step, TierMessage.extension, self._finished()) if self._counts else step
+        if not self._counts:
+            return step
+        if self._agree is None:  # loads that end while the step computes are reported with it
+            return Reported(step, TierMessage.extension, self._finished)
+        finished = self._finished()
+        return Reported(step, TierMessage.extension, lambda: finished)
 
     def _finished(self) -> list[tuple[int, int]]:
         """The loads that have ended on all ranks, with the least of their counts."""
@@ -82,13 +87,13 @@ class EncodedSteps:
         ended = self._source.prepare(message)
         if self._ranks.rank and (failed := [error for _, error in ended if error]):
             raise RuntimeError(failed[0])  # the first rank, which reports, does not know of it
-        return Reported(self._execute(output), ImageMessage.extension, ended)
+        return Reported(self._execute(output), ImageMessage.extension, lambda: ended)
 
 
 class Reported:
-    """A step's result, with the report of an extension."""
+    """A step's result, with the report of an extension as it is then."""
 
-    def __init__(self, step: StepResult, extension: str, report: object) -> None:
+    def __init__(self, step: StepResult, extension: str, report: Callable[[], object]) -> None:
         self._step = step
         self._extension = extension
         self._report = report
@@ -98,7 +103,7 @@ class Reported:
 
     def result(self) -> ModelRunnerOutput:
         output = self._step.result()
-        output.reports[self._extension] = self._report
+        output.reports[self._extension] = self._report()
         return output
 
 
