@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvern.bench.record import keep
 from kvern.config import EngineConfig
 from kvern.loads.source import read_load
 from kvern.planning.choice import model_of
@@ -76,8 +77,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     found = speed(options) if options.what == "speed" else cards(options.seconds)
-    if options.output is not None:
-        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    keep(options.output, "fleet", None, vars(options), findings={options.what: found})
 
 
 def engine() -> Condition:
