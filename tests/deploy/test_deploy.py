@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from kvern import LLM
 from kvern.cli import bundles
 from kvern.cli.main import main, read_command
-from kvern.deploy import again, plan, tune
+from kvern.deploy import again, journal, plan, tune
 from kvern.deploy.again import tuned_here
 from kvern.deploy.description import Bundled, Description, as_toml, device_names, read_bundle
 from kvern.deploy.journal import Journal, write_whole
@@ -461,7 +461,11 @@ def test_a_bundle_stays_whole_until_the_one_that_replaces_it_is(
         moved(source, target)  # type: ignore[arg-type]
         raise KeyboardInterrupt
 
+    def refused(*folders: Path) -> None:
+        raise OSError(errno.EINVAL, "folders are not exchanged here")
+
     moved = os.rename
+    monkeypatch.setattr(journal, "exchange", refused)
     monkeypatch.setattr(os, "rename", dying)
     main([*other, "itl 20s", "--overwrite"])
     monkeypatch.undo()

@@ -12,7 +12,7 @@ import tyro
 from kvern.cli.output import check_least, print_lines, refuse, say
 from kvern.cli.quantize import share_of
 from kvern.deploy.description import NAME
-from kvern.deploy.journal import UNFINISHED
+from kvern.deploy.journal import UNFINISHED, place_of
 from kvern.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class DeployCommand:
             raise ConfigError("out is missing: give a folder for the bundle, as in --out bundle")
         if not self.tune_seconds >= 0:
             raise ConfigError(f"tune_seconds is {self.tune_seconds:g}: it must be 0 or more")
+        place_of(self.out)
         if Path(self.model).name == NAME:
             return self._again(self.out)
         loss = None if self.max_loss is None else Budget(loss=share_of(self.max_loss)).loss

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,13 @@ def _fixed(bundled: Bundled) -> dict[str, Any]:
 def _asked(bundled: Bundled, out: Path) -> Asked:
     bundle = bundled.bundle
     load = bundle.workload
-    if load is not None and (bundled.folder / load).is_file():
+    if load is not None and os.path.isfile(bundled.folder / load):
         load = str(bundled.folder / load)
+    elif load is not None and os.path.exists(load):
+        raise ConfigError(
+            f"{bundled.folder} has {load} as workload, which is not in the bundle, and {Path(load).absolute()} is "
+            "another file: start in another working directory"
+        )
     return Asked(
         bundle.model,
         out,

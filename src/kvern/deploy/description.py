@@ -8,6 +8,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ from typing import Any
 import msgspec
 
 from kvern.bench.machine import hardware
-from kvern.config import EngineConfig
-from kvern.errors import ConfigError, shown
+from kvern.config import OPTIONAL, EngineConfig
+from kvern.errors import ConfigError, shown, without_passwords
 from kvern.io.files import digest_of, open_regular, read_at, reason
 from kvern.serving.places import seen_gpus
 from kvern.version import __version__
@@ -26,11 +27,16 @@ from kvern.version import __version__
 NAME = "deploy.toml"
 KERNELS = "kernels"
 """The folder in which bundles of earlier versions hold compiled kernels; nothing is loaded from it."""
-REFUSED = (
-    *("model", "revision", "cache_dir", "download_dir", "logits_processors", "tokenizer", "chat_template"),
-    *("generation_config", "draft_model", "draft_url", "adapters", "prefill_server"),
+ALLOWED = frozenset(
+    (
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel"),
+        *("max_batch_tokens", "max_batch_requests", "target_itl", "kv_cache_tokens", "kv_cache_dtype", "max_model_len"),
+        *("proposer", "kv_tier", "served_model_name"),
+    )
 )
-"""Options that no bundle may give: they name other files, weights or servers, or code that would run."""
+"""The options that a bundle may give, which may come from anyone: no other names files, servers or code."""
+PROPOSERS = ("ngram", "suffix")
+"""The sources of drafts that a bundle may name: they need nothing but the engine's own text."""
 INSIDE = ("weights", "workload", "calibration")
 """Fields that may name files of the bundle, and of no other folder."""
 REPORTS = (".html", "_report.json")
@@ -189,7 +195,7 @@ def read_bundle(folder: Path) -> Bundled:
     """Reads the bundle in a folder. Raises ConfigError."""
     path = folder / NAME
     try:
-        with open_regular(path, MOST_BYTES) as stream:
+        with open_regular(path, MOST_BYTES, folder) as stream:
             text = bytes(read_at(stream, 0, path.stat().st_size)).decode()
         read = tomllib.loads(text)
         bundle = msgspec.convert(read.get("bundle"), Description)
@@ -200,15 +206,41 @@ def read_bundle(folder: Path) -> Bundled:
         ) from None
     if bundle.format != FORMAT:
         raise ConfigError(f"{path} has format {bundle.format}, and this version of kvern reads {FORMAT}")
-    if wrong := [line for line in bundle.files if not re.match(r"\d+ [0-9a-f]+ .", line, re.DOTALL)]:
+    if wrong := [line for line in bundle.files if not re.fullmatch(r"\d+ [0-9a-f]+ [^/]+", line)]:
         raise ConfigError(f"{path} has {shown(wrong[0])} in files: it must be a size, a digest and a name")
     for name in INSIDE:
-        told = getattr(bundle, name) or ""
-        if Path(told).is_absolute() or ".." in Path(told).parts:
-            raise ConfigError(f"{path} has {shown(told)} as {name}, which is outside of the bundle: copy it there")
-    known = {option.name for option in dataclasses.fields(EngineConfig)}
-    for name in engine:
-        if name not in known or name in REFUSED:
-            told = "no bundle may give it" if name in known else "there is no such option"
+        if (told := getattr(bundle, name)) is not None:
+            _check_inside(folder, name, told)
+    for name, value in engine.items():
+        if told := _refusal(name, value):
             raise ConfigError(f"{path} has {shown(name)} in [engine]: {told}; remove that line")
     return Bundled(folder.absolute(), bundle, engine)
+
+
+def _check_inside(folder: Path, name: str, told: str) -> None:
+    """Raises ConfigError if a field names something outside of the bundle, by itself or by a symbolic link."""
+    if Path(told).is_absolute() or ".." in Path(told).parts:
+        raise ConfigError(f"{folder / NAME} has {shown(told)} as {name}, which is outside of the bundle: copy it there")
+    real, path = os.path.realpath(folder), folder / told
+    try:
+        for found in (path, *(path.rglob("*") if os.path.isdir(path) else ())):
+            if not Path(os.path.realpath(found)).is_relative_to(real):
+                raise ConfigError(f"{found} is a link that leads out of the bundle: put the file itself there")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / NAME} has {shown(told)} as {name}: {reason(error)}; correct it") from None
+
+
+def _refusal(name: str, value: Any) -> str:
+    """Returns why no bundle may give an option; empty: it may."""
+    if name not in ALLOWED:
+        known = name in {option.name for option in dataclasses.fields(EngineConfig)}
+        return "no bundle may give it, give it as a flag" if known else "there is no such option"
+    if name == "proposer" and value not in PROPOSERS:
+        return f"it is {shown(value)}, and a bundle may name {' and '.join(PROPOSERS)} alone"
+    if name == "kv_tier":
+        tiers = value if isinstance(value, list) else [value]
+        if wrong := [tier for tier in tiers if str(tier).removesuffix(OPTIONAL).partition(":")[0] != "host"]:
+            return f"it has {without_passwords(shown(wrong[0]))}, and a bundle may name host memory alone"
+        if tiers is not value:
+            return f"it is {shown(value)}, and must be a list"
+    return ""

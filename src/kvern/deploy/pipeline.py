@@ -44,10 +44,9 @@ def deploy(asked: Asked, overwrite: bool, say: Callable[[str], None], chosen: Se
     chosen = stages() if chosen is None else chosen
     check_files(asked)
     journal = Journal(asked.out)
-    journal.recover()
     sections: list[Section] = []
     failed: list[str] = []
-    is_new = not asked.out.exists()
+    is_new = not journal.recover()
     with journal.held(asked.identity, overwrite):
         work = Work(asked, journal, say)
         for number, stage in enumerate(chosen, 1):
