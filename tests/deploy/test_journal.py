@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from kvern.cli.main import main
-from kvern.deploy import journal
+from kvern.deploy import journal, pipeline
 from kvern.deploy.journal import Entry, Journal
+from kvern.deploy.pipeline import Outcome
+from kvern.deploy.stage import Asked, Work
 from kvern.errors import ConfigError
 
 ONE = {"model": "one"}
@@ -53,6 +55,20 @@ def test_a_bundle_is_replaced_in_the_working_directory(
     assert (out / "content").read_text() == "other"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert sorted(path.name for path in out.iterdir()) == ["content", "journal"]
+
+
+def test_a_working_directory_that_was_replaced_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def deploy(asked: Asked, *_: object) -> Outcome:
+        return Outcome([], [], Work(asked, work(asked.out, asked.identity, "other"), print))
+
+    out = tmp_path / "out"
+    work(out, ONE, "one")
+    monkeypatch.chdir(out)
+    monkeypatch.setattr(pipeline, "deploy", deploy)
+    assert main(["deploy", "kvern-1m", "--out", ".", "--overwrite"]) == 0
+    assert f"enter it again by cd {out}" in capsys.readouterr().err
 
 
 def test_a_bundle_that_cannot_be_put_in_its_place_is_told_and_kept(

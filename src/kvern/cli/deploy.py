@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -59,6 +60,7 @@ class DeployCommand:
 
         check_least(self, "repetitions", least=3)
         asked = self._asked()
+        place, _ = place_of(asked.out)
         outcome = deploy(asked, self.overwrite, say)
         page = outcome.work.folder / PAGE
         if outcome.failed:
@@ -66,6 +68,10 @@ class DeployCommand:
             if outcome.work.folder != asked.out:
                 say(f"{asked.out} is the bundle that it was")
             return 1
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            say(f"the working directory was in the bundle that was replaced: enter it again by cd {place}")
         print_lines(
             f"kvern serve {asked.out}", f"report: {page}", f"again: kvern deploy {asked.out / NAME} --out ANOTHER"
         )
