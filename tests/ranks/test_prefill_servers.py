@@ -202,9 +202,10 @@ def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model:
     async def run() -> None:
         computing = asyncio.Event()
 
-        async def compute(_: RequestSpec, adapter: str | None) -> None:
+        async def compute(_: RequestSpec, adapter: str | None) -> str:
             computing.set()
             await asyncio.Event().wait()
+            return ""
 
         prefill = EngineConfig(model=str(tiny_model), role="prefill", kv_tier_listen=address)
         config = EngineConfig(

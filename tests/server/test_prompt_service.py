@@ -5,6 +5,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,8 +20,10 @@ from kvern.observe.metrics import Metrics
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
+from kvern.runner.plan import Layout
 from kvern.serving import prompt_service
 from kvern.serving.prefill_servers import PrefillServer, prompts_address
+from kvern.serving.process import ready_with
 from kvern.serving.prompt_service import PromptService
 from kvern.serving.wire import (
     AdaptersKept,
@@ -66,8 +70,9 @@ class Engines:
         self.ended: list[str] = []
         self.adapters: dict[bytes, str] = {}
         self.adapter: str | None = None
+        self.lacks = ""
 
-    async def compute(self, spec: RequestSpec, adapter: str | None) -> None:
+    async def compute(self, spec: RequestSpec, adapter: str | None) -> str:
         self.adapter = adapter
         self.computing.set()
         try:
@@ -76,6 +81,7 @@ class Engines:
             self.ended.append("cancelled")
             raise
         self.ended.append("computed")
+        return self.lacks
 
 
 class Peer:
@@ -214,7 +220,7 @@ def test_a_prompt_that_cannot_be_computed_fails_with_the_reason() -> None:
     async def run() -> None:
         engines = Engines()
 
-        async def broken(spec: RequestSpec, adapter: str | None) -> None:
+        async def broken(spec: RequestSpec, adapter: str | None) -> str:
             raise RuntimeError("a fault of the test")
 
         async with listening(engines) as (service, peer, _):
@@ -238,6 +244,41 @@ def test_a_prompt_that_cannot_be_computed_fails_with_the_reason() -> None:
                 assert reason in str(event.stop_reason)
 
     asyncio.run(run())
+
+
+def test_what_no_store_has_of_a_prompt_is_told_to_the_other_server(tiny_model: Path) -> None:
+    """Its explanation of the request says it; without a word nothing is lacking."""
+
+    async def run() -> list[str]:
+        engines, lacks = Engines(), list[str]()
+        engines.may_end.set()
+        outputs, computed = OutputProcessor(Tokenizer(tiny_model)), asyncio.Queue[Generation]()
+        async with listening(engines) as (_, _, address):
+            option = f"{address[0]}:{address[1] - 1}"
+            server = PrefillServer(option, outputs, Turns(), Metrics("m"), lambda _: None, computed.put_nowait)
+            server.start(READY.pages)
+            async with asyncio.timeout(WORD_SECONDS):
+                while not server.is_ready:
+                    await asyncio.sleep(0)
+                for name, engines.lacks in (("1-1", ""), ("1-2", "no store has 64 of its tokens")):
+                    spec = prompt(name).spec
+                    generation = Generation(outputs.add(None, spec), spec, asyncio.Event(), 0.0, False)
+                    generation.hand_over = lambda _, told: lacks.append(told)  # type: ignore[method-assign]
+                    generation.hands_over = True
+                    server.workload.take(generation)
+                    assert await computed.get() is generation
+            await server.stop()
+        return lacks
+
+    assert asyncio.run(run()) == ["", "it says 'no store has 64 of its tokens'"]
+
+
+@pytest.mark.parametrize(("states", "pages"), [(0, "aa (by heads -pp 1)"), (8, "aa (-tp 2 -pp 1)")])
+def test_pages_of_models_with_states_are_of_one_division(states: int, pages: str) -> None:
+    config = EngineConfig("m", tensor_parallel_size=2, kv_tier=("host:1GB", "nixl://h:1"), kv_tier_heads=True)
+    layout = Layout(160, 10, 16, 1, "float32", 4, 64, 1, {}, "cpu", (), states=states)
+    core: Any = SimpleNamespace(sleeps=False, pages=b"\xaa")
+    assert ready_with(config, layout, core, "", ModelFacts()).pages == pages
 
 
 class PrefillingPeer:

@@ -102,7 +102,7 @@ def test_a_store_that_hangs_is_late() -> None:
     shelf, clock = shelf_of(store)
     keep(store, 1)
     store.waits = {"get"}
-    price = shelf.seconds([(known(1), 1000)])
+    price = shelf.seconds(shelf.counts([(known(1), 1000)]))
     for number in range(3):
         wanted = pieces(1)
         shelf.load(number, [wanted])
@@ -225,6 +225,94 @@ def test_memory_of_this_process_is_copied_from_at_once() -> None:
     shelf.close()
 
 
+Crowded = tuple[Shelf, PromptPages, HostStore, MemoryStore, Clock]
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> Crowded:
+    """Two pages are as many as the engine's thread has on their way, one as it has copied at once."""
+    monkeypatch.setattr("kvern.tiers.shelf.PROMPT_BYTES", 600)
+    memory, clock, host, far = PromptPages(), Clock(), HostStore(1 << 20), MemoryStore(is_local=False)
+    memory.batch_bytes = 150
+    shelf = Shelf({"host": host, "far": far}, clock, memory)
+    fill(shelf, *range(8))
+    return shelf, memory, host, far, clock
+
+
+def begun(shelf: Shelf) -> list[bytes]:
+    """The first pages of the copies on their way."""
+    return [arrival.pieces[0].name for arrival in shelf._arrivals]
+
+
+def test_pages_are_copied_in_turn(crowded: Crowded) -> None:
+    shelf, memory, host, _, _ = crowded
+    for number in range(3):
+        shelf.load(number, [[piece] for piece in pieces(2 * number, 2 * number + 1)])
+    assert begun(shelf) == [name_of(0), name_of(1)] and len(shelf._queued) == 4
+    ended: list[tuple[int, int]] = []
+    memory.is_done = True
+    while shelf._loads:
+        ended += shelf.ended()
+    assert ended == [(0, 2), (1, 2), (2, 2)] and shelf.ended() == []
+    assert not any(page.readers for page in host._pages.values()) and not shelf.stores[0].reading_bytes
+    shelf.close()
+
+
+def test_pages_that_nobody_waits_for_are_given_back_at_once(crowded: Crowded) -> None:
+    shelf, memory, host, _, _ = crowded
+    for number in range(3):
+        shelf.load(number, [[piece] for piece in pieces(2 * number, 2 * number + 1)])
+    shelf.abandon()
+    assert sum(page.readers for page in host._pages.values()) == 2 == len(shelf._arrivals), "those that are copied"
+    size = HEADER_BYTES + SIZE
+    assert shelf.stores[0].reading_bytes == 2 * size and not shelf._queued
+    shelf.load(7, [[piece] for piece in pieces(6, 7)])
+    memory.is_done = True
+    assert shelf.ended() == [] and begun(shelf) == [name_of(6), name_of(7)]
+    assert shelf.ended() == [(7, 2)] and not shelf.stores[0].reading_bytes
+    assert shelf.figures()["host"].corrupt_pages == 0 and host.has([name_of(5)]) == [True]
+    shelf.close()
+
+
+def test_a_store_whose_pages_are_not_copied_yet_is_not_late(crowded: Crowded) -> None:
+    """Another one hangs; the pages of loads that end so are not waited for, either."""
+    shelf, memory, host, far, clock = crowded
+    keep(far, 50)
+    shelf.stores[1].known.add(name_of(50))
+    far.waits = {"get"}
+    shelf.load(1, [[piece] for piece in pieces(0, 1)])
+    for number in range(3):
+        shelf.load(10 + number, [[piece] for piece in pieces(3 + number, 50)])
+    clock.now += 1.0
+    assert shelf.ended() == [(10, 0), (11, 0), (12, 0)]
+    found = shelf.figures()
+    assert found["host"].is_on and not found["host"].failures and not found["host"].late_tokens
+    assert not found["far"].is_on and found["far"].late_tokens
+    assert not shelf._queued and sum(page.readers for page in host._pages.values()) == 2
+    far.go.set()
+    memory.is_done = True
+    assert shelf.ended() == [(1, 2)]
+    shelf.close()
+
+
+def test_loads_that_are_decided_on_in_one_step_stand_in_line() -> None:
+    """Each takes the time of those before it, too, before the first has begun."""
+    shelf, _ = shelf_of(HostStore(1 << 20))
+    fill(shelf, 1, 2)
+    counts = shelf.counts([(known(1), 10**9)])
+    alone = shelf.seconds(counts)
+    shelf.promise(counts)
+    behind = shelf.seconds(counts)
+    assert behind > 1.9 * alone
+    shelf.promise(counts)
+    assert shelf.seconds(counts) > 2.8 * alone
+    assert load(shelf, 1) == 1
+    assert len(shelf._promised) == 1, "it has begun"
+    shelf.abandon()
+    assert not shelf._promised
+    shelf.close()
+
+
 def test_a_page_of_which_a_piece_is_missing_is_saved_again() -> None:
     store = MemoryStore()
     shelf, _ = shelf_of(store)
@@ -260,7 +348,7 @@ def test_what_a_device_has_not_copied_yet_is_not_late() -> None:
     store, memory, clock = MemoryStore(), PromptPages(), Clock()
     shelf = Shelf({"far": store}, clock, memory)
     keep(store, 1, 2)
-    price = shelf.seconds([(known(1), 1000)])
+    price = shelf.seconds(shelf.counts([(known(1), 1000)]))
     store.waits = {"get"}
     shelf.load(1, [[piece] for piece in pieces(1, 2)])
     eventually(lambda: "get" in store.calls)
@@ -274,7 +362,7 @@ def test_what_a_device_has_not_copied_yet_is_not_late() -> None:
     found = shelf.figures()["far"]
     assert (found.hit_tokens, found.late_tokens, found.failures) == (128, 0, 0)
     assert found.read_seconds == pytest.approx(0.301), "the store's time, and the copies'"
-    assert shelf.seconds([(known(1), 1000)]) > price
+    assert shelf.seconds(shelf.counts([(known(1), 1000)])) > price
     shelf.close()
 
 

@@ -196,6 +196,7 @@ def test_a_slow_load_pays_if_the_queue_takes_as_long(tiny_model: Path, monkeypat
         assert not tier.pays(pages, 0, 40, [(0, 8), (60, 64)], is_next=False)
         assert tier.pays(pages, 0, 40, [(0, 8), (44, 60)], is_next=False)
         assert figures(llm).refused_tokens == 40, "it is not refused before it is the next to run"
+        assert len(tier.shelf._promised) == 1, "those behind it wait for it"
 
 
 def test_keys_of_an_api_share_no_pages(tiny_model: Path) -> None:

@@ -1,7 +1,7 @@
 """A prompt that was computed for other engines, which read its pages from a store."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvern.cache.messages import Part, TierIndex
@@ -16,12 +16,14 @@ class SharedPrompt:
     """
 
     tier: TierIndex
+    keys: Sequence[bytes]
+    """The names of all its pages, in order."""
     awaited: deque[tuple[bytes, Part]]
     page_tokens: int
     is_planned: Callable[[bytes, Part], bool]
     save_again: Callable[[], None]
     _was_saved_again: bool = False
-    _lacking: set[bytes] = field(default_factory=set)
+    _lacking: list[tuple[bytes, Part]] = field(default_factory=list)
 
     def has_ended(self) -> bool:
         """Returns whether nothing is awaited any more."""
@@ -34,7 +36,7 @@ class SharedPrompt:
                     self._was_saved_again = True
                     self.save_again()
                     continue
-                self._lacking.add(key)
+                self._lacking.append((key, part))
             self.awaited.popleft()
         return True
 
@@ -45,8 +47,12 @@ class SharedPrompt:
 
     @property
     def lacking_tokens(self) -> int:
-        """The tokens of pages that others will not find, as far as is known now."""
-        return self.page_tokens * len(self._lacking | {key for key, _ in self.awaited})
+        """The tokens that others cannot load, as far as is known now: all behind a gap, and all without a state."""
+        lacking = [*self._lacking, *self.awaited]
+        behind = {key for key, _ in lacking}
+        first = next((place for place, key in enumerate(self.keys) if key in behind), len(self.keys))
+        has_state = all(part is not Part.STATE for _, part in lacking)
+        return self.page_tokens * (len(self.keys) - (first if has_state else 0))
 
     def _comes(self, key: bytes, part: Part) -> bool:
         return self.is_planned(key, part) or self.tier.is_saving(key, part)

@@ -529,8 +529,8 @@ class TierTraffic(CacheExtension):
         if (states := self._states) is not None:
             kept = [self._tree.key(node) for node in cached() if states.copy_at(node) != NO_STATE]
             awaited += [(key, Part.STATE) for key in kept[-1:]]
-        page_tokens = self._page_blocks * self._block_size
-        return SharedPrompt(self._tier, awaited, page_tokens, self._is_planned, lambda: self._offer_again(cached()))
+        size = self._page_blocks * self._block_size
+        return SharedPrompt(self._tier, keys, awaited, size, self._is_planned, lambda: self._offer_again(cached()))
 
     def _is_planned(self, key: bytes, part: Part) -> bool:
         """True if one of the next steps saves a part of a page, if it can."""

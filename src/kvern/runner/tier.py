@@ -110,7 +110,9 @@ class Tier:
             return True
         waits = sum(self.computing(*span) for span in ahead)
         sizes = ((self._names(key, part)[0], self._bytes[part]) for key, part in pages if part in self._first)
-        if self.shelf.seconds(sizes) <= self.computing(start, end) + waits:
+        counts = self.shelf.counts(sizes)
+        if self.shelf.seconds(counts) <= self.computing(start, end) + waits:
+            self.shelf.promise(counts)
             return True
         if is_next:
             self.shelf.refused(end - start)

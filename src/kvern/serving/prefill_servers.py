@@ -211,6 +211,7 @@ class PrefillServer:
             if event.finish_reason == "length":
                 self._prompts += 1
                 self._tokens += generation.spec.prompt_length
-                self.workload.deliver([TokenEvent(f"{name}#0", finish_reason="length")])
+                lacks = f"it says {shown(event.stop_reason)}" if isinstance(event.stop_reason, str) else None
+                self.workload.deliver([TokenEvent(f"{name}#0", finish_reason="length", stop_reason=lacks)])
             elif event.finish_reason == "abort" and isinstance(event.stop_reason, str):
                 self._give_back(generation, f"did not compute its prompt: {shown(event.stop_reason)}")

@@ -130,7 +130,7 @@ def ready_with(
         count = -(-layout.blocks // layout.chunk)
         chunks = (layout.chunk_bytes, layout.least_chunks, count)
     sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
-    tensor = "by heads" if config.kv_tier_heads else f"-tp {config.tensor_parallel_size}"
+    tensor = "by heads" if config.kv_tier_heads and not layout.states else f"-tp {config.tensor_parallel_size}"
     ranks = f"{tensor} -pp {config.pipeline_parallel_size}"
     ready = wire.Ready(
         layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps

@@ -37,8 +37,9 @@ BEAT_SECONDS = 1.0
 class PromptService:
     """Listens behind `config.kv_tier_listen` if the server's role is prefill.
 
-    `trouble` says why no engine takes prompts, if so. `compute` prepares a prompt, with the adapter of a name, and
-    waits until engines have computed it. `adapters`: the names of those that engines have read, by their digests.
+    `trouble` says why no engine takes prompts, if so. `compute` prepares a prompt, with the adapter of a name, waits
+    until engines have computed it, and returns what no store has of it, for people. `adapters`: the names of those that
+    engines have read, by their digests.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class PromptService:
         config: EngineConfig,
         ready: Callable[[], Ready],
         trouble: Callable[[], str | None],
-        compute: Callable[[RequestSpec, str | None], Awaitable[None]],
+        compute: Callable[[RequestSpec, str | None], Awaitable[str]],
         adapters: Callable[[], Mapping[bytes, str]],
     ) -> None:
         self._config = config
@@ -182,14 +183,14 @@ class PromptService:
 
     async def _answer(self, peer: bytes, name: str, asked: AddRequest) -> None:
         """Computes a prompt, and says that it has, or why not."""
-        ended = TokenEvent(f"{name}#0", finish_reason="length")
         try:
             self._check(asked.spec)
             adapter = None if asked.adapter is None else self._adapters().get(asked.adapter)
             if asked.spec.adapter is not None and adapter is None:
                 raise InvalidRequest("its adapter is not loaded")
             spec = msgspec.structs.replace(asked.spec.prompt_alone(), request_id=f"{peer.hex()}-{name}")
-            await self._compute(spec, adapter)
+            lacks = await self._compute(spec, adapter) or None
+            ended = TokenEvent(f"{name}#0", finish_reason="length", stop_reason=lacks)
         except Exception as error:
             if not isinstance(error, KvernError):
                 logger.exception("a prompt of another server meets a fault")

@@ -520,8 +520,8 @@ class Replicas:
         assert generation.workload is not None
         generation.workload.give(generation, self._chosen(generation).workload)
 
-    async def _compute(self, spec: RequestSpec, adapter: str | None) -> None:
-        """Compute a prompt for another server, with the adapter of this name.
+    async def _compute(self, spec: RequestSpec, adapter: str | None) -> str:
+        """Compute a prompt for another server, with the adapter of this name; returns what no store has of it.
 
         Raises EngineDied, RequestFailed, EngineUnavailable or InvalidRequest.
         """
@@ -531,6 +531,7 @@ class Replicas:
         self.go_on(generation)
         async for _ in self.follow([generation], news):
             pass
+        return str(generation.output.outputs[0].stop_reason or "")
 
     def _chosen(self, generation: Generation) -> Replica:
         """Returns the engine for a request: one that starts it at once, else the one that may be soonest."""

@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from msgspec.structs import replace
-
 from kvern.request.store_figures import StoreFigures
 from kvern.tiers.page_memory import HostPages, PageMemory, PageName, Parts, Piece
 from kvern.tiers.pages import HEADER_BYTES, header, sum_of, total_of
 from kvern.tiers.price import GAIN, Price
 from kvern.tiers.shelved import FIRST_PATIENCE, PATIENCE, Lane, MakeLane, Shelved
 from kvern.tiers.store import Store
-from kvern.tiers.transfers import Arrival, Brought, Load, Reserved, Sealing, cut_batches
+from kvern.tiers.transfers import Arrival, Brought, Load, Reserved, Sealing, cut_batches, size_in, size_of
 
 logger = logging.getLogger("kvern")
 
@@ -78,6 +76,8 @@ class Shelf:
         """Pieces that the engine's thread has begun to copy itself."""
         self._queued: deque[Arrival] = deque()
         """Pieces in the memory of stores that it has not begun to copy."""
+        self._promised: deque[Mapping[Shelved, int]] = deque()
+        """The bytes of loads that were decided on and have not begun, the first first."""
         self._lock = threading.Lock()
         self._questions: dict[int, tuple[set[Shelved], float]] = {}
         self._numbers = 0
@@ -119,18 +119,28 @@ class Shelf:
         """Counts tokens that are computed because that is faster."""
         self.stores[0].count(refused_tokens=tokens)
 
-    def seconds(self, pages: Iterable[tuple[PageName, int]]) -> float:
-        """Returns the predicted seconds of a load of pages: their names and sizes in bytes."""
+    def counts(self, pages: Iterable[tuple[PageName, int]]) -> Mapping[Shelved, int]:
+        """Returns the bytes that each store has of pages: their names and sizes in bytes."""
         counts: defaultdict[Shelved, int] = defaultdict(int)
         for names, size in pages:
             found = self.find(names)
             if found is not None:
                 counts[found] += size
-        return self._seconds(counts)
+        return counts
 
-    def _seconds(self, counts: Mapping[Shelved, int]) -> float:
-        now = self._clock()
-        return sum(one.price.seconds(count, one.reading_bytes, now) for one, count in counts.items())
+    def seconds(self, counts: Mapping[Shelved, int]) -> float:
+        """Returns the predicted seconds of a load of so many bytes, behind all that were decided on before."""
+        return self._seconds(counts, self._promised)
+
+    def _seconds(self, counts: Mapping[Shelved, int], before: Iterable[Mapping[Shelved, int]] = ()) -> float:
+        now, queued = self._clock(), Counter({one: one.reading_bytes for one in counts})
+        for load in before:
+            queued.update(load)
+        return sum(one.price.seconds(count, queued[one], now) for one, count in counts.items())
+
+    def promise(self, counts: Mapping[Shelved, int]) -> None:
+        """Counts a load that was decided on: the next calls of `load` are for those that were promised, in order."""
+        self._promised.append(counts)
 
     # Distant stores
 
@@ -186,6 +196,8 @@ class Shelf:
         It is late after 1.5 times its price, but not before `patience` seconds. `stores`: of each page, where another
         shelf has found it, which has asked the distant ones.
         """
+        if self._promised:
+            self._promised.popleft()
         batches: dict[Shelved, list[tuple[int, Piece]]] = {}
         load = Load(pages, [len(pieces) for pieces in pages], 0.0, failed=len(pages))
         for place, pieces in enumerate(pages):
@@ -197,7 +209,7 @@ class Shelf:
                 self.stores[0].count(missed_tokens=sum(piece.tokens for piece in pieces))
                 break
             batches.setdefault(one, []).extend((place, piece) for piece in pieces)
-        counts = {one: sum(_size_in(one, piece) for _, piece in wanted) for one, wanted in batches.items()}
+        counts = {one: sum(size_in(one, piece) for _, piece in wanted) for one, wanted in batches.items()}
         least = LEAST_PATIENCE if all(one.price.is_known for one in counts) else FIRST_PATIENCE
         load.deadline = self._clock() + max(PATIENCE * self._seconds(counts), least, patience)
         load.counts = counts
@@ -207,7 +219,7 @@ class Shelf:
             with one.lock:
                 one.reading_bytes += count
         cut = {
-            one: cut_batches(entries, PROMPT_BATCHES * self._batch if self._is_prompt(one) else self._batch, _size_of)
+            one: cut_batches(entries, PROMPT_BATCHES * self._batch if self._is_prompt(one) else self._batch, size_of)
             for one, entries in batches.items()
         }
         load.unanswered = sum(len(found) for one, found in cut.items() if not self._is_prompt(one))
@@ -264,12 +276,15 @@ class Shelf:
         arrival.places = [None if place is None else place.parts for place in arrival.lent]
 
     def _copy_queued(self) -> None:
-        """Begins copies, unless enough are on their way."""
-        while self._queued and sum(arrival.size for arrival in [*self._arrivals]) < PROMPT_BYTES:
+        """Begins copies, unless enough are on their way. Pieces of loads that have ended are given back."""
+        while self._queued:
+            is_over = self._queued[0].load.has_ended
+            if not is_over and sum(arrival.size for arrival in [*self._arrivals]) >= PROMPT_BYTES:
+                break
             arrival = self._queued.popleft()
             arrival.began = self._clock()
             self._copy(arrival)
-            self._arrivals.append(arrival)
+            (self._arrived if is_over else self._arrivals.append)(arrival)
 
     def _copy(self, arrival: Arrival) -> None:
         """Begin to copy the pages whose headers are right."""
@@ -380,13 +395,14 @@ class Shelf:
                 found.append((number, came))
                 if came < load.failed:
                     self._late(load, came, now)
+        self._copy_queued()
         return found
 
     def _late(self, load: Load, came: int, now: float) -> None:
         """A load has missed its deadline: the price rises, and a store of which nothing came has failed."""
         tokens = sum(piece.tokens for pieces in load.pages[came : load.failed] for piece in pieces)
         for one, count in load.counts.items():
-            if not count:  # it has answered
+            if not count or self._is_prompt(one):  # it has answered, or has what the engine's thread has not copied
                 continue
             one.price.learn(count, 2 * one.price.seconds(count, 0, now), now)
             one.count(late_tokens=tokens)
@@ -399,6 +415,8 @@ class Shelf:
             for load in self._loads.values():
                 load.end()
             self._loads.clear()
+        self._promised.clear()
+        self._copy_queued()
 
     # Saves
 
@@ -557,18 +575,7 @@ class Shelf:
     def figures(self) -> dict[str, StoreFigures]:
         """The figures of each store."""
         now = self._clock()
-        found = {}
-        for one in self.stores:
-            latency, bandwidth = one.price.figures
-            evicted = getattr(one.store, "evicted", 0)
-            found[one.name] = replace(
-                one.figures,
-                evicted_pages=evicted,
-                latency_seconds=latency,
-                bandwidth=bandwidth,
-                is_on=one.breaker.is_on(now),
-            )
-        return found
+        return {one.name: one.figures_at(now) for one in self.stores}
 
     def close(self) -> None:
         """End all threads, when they have done what is queued, and then the stores.
@@ -585,12 +592,3 @@ class Shelf:
         for one in self.stores:
             one.reading.end_with(None)
             one.writing.end_with(one.close)
-
-
-def _size_of(entry: tuple[int, Piece]) -> int:
-    return len(entry[1].at)
-
-
-def _size_in(one: Shelved, piece: Piece) -> int:
-    """The bytes of a piece in a store."""
-    return sum(len(page.at) for page in one.pieces_of(piece))

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from msgspec.structs import replace
+
 from kvern.request.store_figures import StoreFigures
 from kvern.tiers.page_memory import PageName, Piece
 from kvern.tiers.price import Breaker, Price
@@ -132,6 +134,12 @@ class Shelved:
         with self.lock:
             for name, number in more.items():
                 setattr(self.figures, name, getattr(self.figures, name) + number)
+
+    def figures_at(self, now: float) -> StoreFigures:
+        """Returns its figures, with its price and whether it may be asked at a time."""
+        latency, bandwidth = self.price.figures
+        evicted, is_on = getattr(self.store, "evicted", 0), self.breaker.is_on(now)
+        return replace(self.figures, evicted_pages=evicted, latency_seconds=latency, bandwidth=bandwidth, is_on=is_on)
 
     def name_of(self, names: PageName) -> bytes:
         """The name by which the store knows a piece."""

@@ -131,3 +131,13 @@ def cut_batches(entries: Sequence[Entry], most: int, size_of: Callable[[Entry], 
             size = size_of(entry)
         batches[-1].append(entry)
     return batches
+
+
+def size_of(entry: tuple[int, Piece]) -> int:
+    """Returns the bytes of a piece that stands behind the number of its page."""
+    return len(entry[1].at)
+
+
+def size_in(one: Shelved, piece: Piece) -> int:
+    """Returns the bytes of a piece in a store."""
+    return sum(len(page.at) for page in one.pieces_of(piece))
