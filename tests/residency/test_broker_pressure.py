@@ -30,6 +30,7 @@ class FakeReplica:
 
     def __init__(self, chunks: int, wanted: int) -> None:
         self.cache_chunks, self.cache_touched, self.cache_wanted = chunks, chunks, wanted
+        self.told: int | None = None
         self.released: list[int] = []
         ready = SimpleNamespace(chunk_bytes=CHUNK, least_chunks=1, most_chunks=20, pages="", gpu=None)
         self.supervisor = SimpleNamespace(is_ready=True, link=SimpleNamespace(ready=ready))
@@ -37,6 +38,10 @@ class FakeReplica:
     def resize_cache(self, chunks: int) -> bool:
         is_new, self.cache_chunks = chunks != self.cache_chunks, chunks
         return is_new
+
+    @property
+    def told_chunks(self) -> int:
+        return self.cache_chunks if self.told is None else self.told
 
     def release_pages(self, size: int) -> None:
         self.released.append(size)
@@ -202,7 +207,8 @@ def test_memory_that_a_card_did_not_have_is_not_counted_and_asked_for_again_late
     engine = Asked()
     assert engine.cache_chunks == 2
     assert engine.resize_cache(8) and not engine.resize_cache(8)
-    assert engine.cache_chunks == engine.cache_touched == 8, "it is about to have them"
+    assert engine.cache_chunks == 8, "it is about to have them"
+    assert engine.cache_touched == 2, "memory that is free is granted once"
     engine.answers(5, refused=8)
     assert engine.cache_chunks == engine.cache_touched == 5
     assert not engine.resize_cache(8)
@@ -214,3 +220,20 @@ def test_memory_that_a_card_did_not_have_is_not_counted_and_asked_for_again_late
     assert engine.cache_chunks == 8, "until it says that it has given them back"
     engine.answers(3)
     assert engine.cache_chunks == 3 and engine.sent == [8, 8, 3]
+
+
+def test_a_cache_on_a_gpu_grows_beyond_what_its_engine_has_told_by_one_step_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = FakeReplica(2, 1)
+    replica.supervisor.link.ready.gpu = "GPU-1"
+    replica.supervisor.link.ready.most_chunks = 90
+    monkeypatch.setattr("kvern.residency.broker.GROWTH_BYTES", 3 * CHUNK)
+    clients: Any = {"a": SimpleNamespace(replicas=[replica])}
+    replica.told = 2
+    for _ in range(4):
+        broker.settle(clients, 80 * CHUNK, needed_alone=False)
+        assert replica.cache_chunks == 5
+    replica.told = None
+    broker.settle(clients, 80 * CHUNK, needed_alone=False)
+    assert replica.cache_chunks == 8

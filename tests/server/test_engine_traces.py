@@ -1,5 +1,6 @@
 """The engine's side of traces: signs of life before what takes long, a limit, and nothing left behind."""
 
+import contextlib
 import ctypes
 import gzip
 import json
@@ -93,11 +94,25 @@ def test_steps_go_on_while_a_trace_is_written(tmp_path: Path, monkeypatch: pytes
         assert b'"step 1"' in gzip.decompress(core.answer().trace)
 
 
+def write_half(*given: object) -> bytes:
+    """A part of a trace is in the file, of which this process, the child, knows the number alone."""
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        if descriptor > 2:
+            with contextlib.suppress(OSError):
+                os.write(descriptor, gzip.compress(b"half of it")[:-3])
+    os.kill(os.getpid(), signal.SIGKILL)
+    return b""
+
+
 def test_a_process_that_dies_or_hangs_while_it_writes_costs_the_trace_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_traces, "packed", lambda *given: os.kill(os.getpid(), signal.SIGKILL))
     core = Core(tmp_path)
+    core.traces.begin(TakeTrace(1, 100.0))
+    core.traces.step()
+    assert core.answer().error == "the process that writes it ended (-9)"
+    monkeypatch.setattr(engine_traces, "packed", write_half)
     core.traces.begin(TakeTrace(1, 100.0))
     core.traces.step()
     assert core.answer().error == "the process that writes it ended (-9)"

@@ -5,6 +5,7 @@ import random
 import msgspec
 import pytest
 
+from kvern.cli.main import main
 from kvern.engine.queues import POLICIES
 from kvern.loads.request import LoadRequest
 from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts, simulated_engine
@@ -68,3 +69,11 @@ def test_leaps_change_nothing(seed: int, depth: int, pace: PaceSizes | None) -> 
 
     assert seen(single) == seen(leaping)
     assert single.executor.busy == pytest.approx(leaping.executor.busy)
+
+
+def test_a_turn_that_runs_before_the_answer_that_it_continues_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its prompt has the blocks of the answer already, which then need no memory of their own."""
+    load = "rate=2000,requests=200,input=uniform:1:40,output=uniform:1:60,turns=uniform:2:4,think=5ms,seed=739"
+    options = ["--roofline", "--hardware", "l4", "--kv-cache-tokens", "640", "--seeds", "1", "--load", load]
+    assert main(["simulate", "kvern-1m", *options]) == 0
+    assert "Based on an estimate" in capsys.readouterr().out

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvern.errors import ConfigError
-from kvern.models.loader import outline_model
+from kvern.models.embedder import spec_of_folder
+from kvern.models.loader import outline_model, read_config
 from kvern.tpu import ahead
 from tests.support.tpu import needs_jax, write_config
 
@@ -38,11 +39,12 @@ def test_steps_are_lowered_for_a_tpu_with_the_kernel_in_each_layer(kind: str, tm
     from kvern.tpu.function import cache_shape, make_step
     from kvern.tpu.weights import weights_of
 
-    decoder = outline_model(write_config(tmp_path, {}), "bfloat16", "dummy")
-    weights = weights_of(decoder)
-    layers = decoder.spec.attentions
+    folder = write_config(tmp_path, {})
+    weights = weights_of(outline_model(folder, "bfloat16", "dummy"))
+    spec = spec_of_folder(folder, read_config(folder))
+    layers = spec.attentions
     caches = [jax.ShapeDtypeStruct(cache_shape(layer, 8, 128), weights["embed"].dtype) for layer in layers]
-    step = jax.jit(make_step(decoder.spec, 256, paged), donate_argnums=1)
+    step = jax.jit(make_step(spec, 256, paged), donate_argnums=1)
     mesh = AbstractMesh((1,), ("chip",), abstract_device=AbstractDevice(kind, "tpu", 1 + (kind == "TPU v5p")))
     for rows, width in ((1, 256), (4, 1)):
         whole = jax.ShapeDtypeStruct((rows, width), "int32")
@@ -51,6 +53,7 @@ def test_steps_are_lowered_for_a_tpu_with_the_kernel_in_each_layer(kind: str, tm
         with use_abstract_mesh(mesh):
             lowered = jax.export.export(step, platforms=["tpu"])(weights, caches, whole, places)
         assert lowered.mlir_module().count("@tpu_custom_call") == len(layers)
+        assert "cosine" in lowered.mlir_module(), "positions are not rotated"
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,11 @@ class TpuCommand:
         decoder = load_model(folder, LoadOptions(dtype=dtype, max_model_len=longest))
         if not (tokens := tokenizer.encode(self.prompt)):
             raise ConfigError("prompt is empty: give a text that the model goes on with")
+        if len(tokens) + self.max_tokens > longest:
+            raise ConfigError(
+                f"the prompt has {len(tokens)} tokens and max_tokens is {self.max_tokens}: together they are above "
+                f"max_model_len {longest}; lower max_tokens"
+            )
         blocks = -(-(len(tokens) + self.max_tokens) // BLOCK_SIZE)
         try:
             model = JaxModel(decoder, attention_named(self.attention), blocks)
@@ -119,7 +124,7 @@ class TpuCommand:
         bound = BOUND * max(1.0, found.largest)
         rows = {"of the prompt's last token": found.prefill, "of the answer's tokens": found.decode, "allowed": bound}
         print_figures("differences of logits from PyTorch's", [(name, f"{value:.1e}") for name, value in rows.items()])
-        return int(max(found.prefill, found.decode) > bound)
+        return int(not (found.prefill <= bound and found.decode <= bound))
 
     def _compile(self, folder: Path, longest: int, chips: Sequence[Chip]) -> int:
         from kvern.tpu.ahead import MEMORY, Request, compiled

@@ -22,7 +22,8 @@ def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: boo
     for name, chunks in next_sizes(shares, spare, agreement).items():
         share, ready = shares[name], replicas[name].supervisor.link.ready
         if ready.gpu is not None:  # it says when it has them, and gets the next ones
-            chunks = min(chunks, max(share.has + max(1, GROWTH_BYTES // share.chunk_bytes), share.needed))
+            most = replicas[name].told_chunks + max(1, GROWTH_BYTES // share.chunk_bytes)
+            chunks = min(chunks, max(most, share.needed))
         if replicas[name].resize_cache(chunks):
             given_back += max(0, shares[name].has - chunks) * shares[name].chunk_bytes
     return given_back

@@ -147,7 +147,7 @@ class Writing:
         self._until = time.monotonic() + MOST_SECONDS
         with warnings.catch_warnings():
             # Threads may hold locks for ever in a child: this one waits for none of theirs, or is killed in the end.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore")
             self._child = os.fork()
         if not self._child:
             try:
@@ -169,7 +169,9 @@ class Writing:
             answer = self._answer.read()
         if not status:
             return TraceTaken(answer)
-        why = answer.decode() or f"the process that writes it ended ({os.waitstatus_to_exitcode(status)})"
+        code = os.waitstatus_to_exitcode(status)
+        why = answer.decode(errors="replace") if code == 1 else ""  # else it may be a part of the trace
+        why = why or f"the process that writes it ended ({code})"
         logger.error("a trace cannot be written: %s", why)
         return TraceTaken(error=why)
 
@@ -185,11 +187,14 @@ def _write(profiler: "profile", folder: Path, answer: IO[bytes]) -> None:
     give_way(NICE)
     failed = False
     try:
-        said = packed(profiler, folder)
+        answer.write(packed(profiler, folder))
+        answer.flush()
     except BaseException as error:
-        said, failed = in_a_line(error).encode(), True
-    answer.write(said)
-    answer.flush()
+        failed = True
+        answer.seek(0)
+        answer.truncate()
+        answer.write(in_a_line(error).encode())
+        answer.flush()
     os._exit(failed)
 
 

@@ -103,9 +103,14 @@ class Replica:
         self._asked_at = 0.0
 
     @property
+    def told_chunks(self) -> int:
+        """The chunks that its KV cache has, as it has said."""
+        return self._latest.cache_chunks or self.supervisor.link.ready.least_chunks
+
+    @property
     def cache_chunks(self) -> int:
         """The chunks that its KV cache has, or is about to take."""
-        has = self._latest.cache_chunks or self.supervisor.link.ready.least_chunks
+        has = self.told_chunks
         return has if self._was_refused else max(has, self._asked_chunks)
 
     @property
@@ -116,7 +121,8 @@ class Replica:
     @property
     def cache_touched(self) -> int:
         """The chunks for which its KV cache has taken memory of the machine, or of its GPU."""
-        return self._latest.cache_touched if self.supervisor.link.ready.gpu is None else self.cache_chunks
+        ready = self.supervisor.link.ready
+        return self._latest.cache_touched if ready.gpu is None else self.told_chunks
 
     @property
     def cache_wanted(self) -> int:

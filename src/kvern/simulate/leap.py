@@ -109,9 +109,11 @@ class Leaps:
             if request.in_flight != flying or not answered or known + flying - request.num_computed_tokens != 1:
                 return 0
             most = min(most, request.max_tokens - answered - 1)
-        # A request that lost its row may find the end of what it had cached, whose block becomes free in a step.
+        # A request that lost its row may find the end of what it had cached, whose block becomes free in a step, and
+        # one whose answer another prompt has already meets blocks that a step would not evict.
         free = scheduler.cache.pool.free_count
-        room = free if scheduler.preemption_count else scheduler.cache.available_count
+        meets = scheduler.preemption_count or any(not each.nodes or each.nodes[-1].children for each in running)
+        room = free if meets else scheduler.cache.available_count
         while most >= LEAST_STEPS and (lacking := self._lacking(running, most)) > room:
             most //= 2
         self.evicted = 0 if most < LEAST_STEPS else max(0, lacking - free)
@@ -127,7 +129,9 @@ class Leaps:
         scheduler = self._scheduler
         scheduler.step += steps
         for request in running:
-            if scheduler.cache.extend(request, request.num_computed_tokens + steps):
+            blocks = scheduler.cache.extend(request, request.num_computed_tokens + steps)
+            assert blocks is not None, "a leap begins with blocks for all its steps"
+            if blocks:
                 scheduler.running.grew(request)
             request.num_computed_tokens += steps
             request.token_ids.extend([request.spec.seed] * steps)

@@ -82,7 +82,8 @@ def _steps(request: Request) -> Iterator[Step]:
     import numpy as np
     from jax.experimental import topologies
 
-    from kvern.models.loader import outline_model
+    from kvern.models.embedder import spec_of_folder
+    from kvern.models.loader import outline_model, read_config
     from kvern.tpu.attention import Rows, paged
     from kvern.tpu.function import cache_shape, make_step
     from kvern.tpu.weights import weights_of
@@ -95,7 +96,9 @@ def _steps(request: Request) -> Iterator[Step]:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
     decoder = outline_model(Path(request.folder), request.dtype, "dummy")
-    spec = decoder.spec
+    spec = spec_of_folder(
+        Path(request.folder), read_config(Path(request.folder))
+    )  # an outline has no rotary embeddings
     weights = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), weights_of(decoder))
     table = -(-request.max_model_len // request.block_size)
     shapes = [cache_shape(layer, request.rows * table, request.block_size) for layer in spec.attentions]
@@ -105,10 +108,10 @@ def _steps(request: Request) -> Iterator[Step]:
     for name, rows, width in (("prefill", 1, min(request.chunk, request.max_model_len)), ("decode", request.rows, 1)):
         places = Rows(array((rows, table)), array((rows,)), array((rows,)))
         with jax.set_mesh(mesh):
-            lowered = step.lower(weights, caches, array((rows, width)), places)
             try:
+                lowered = step.lower(weights, caches, array((rows, width)), places)
                 memory = lowered.compile().memory_analysis()
-            except jax.errors.JaxRuntimeError as error:
+            except Exception as error:  # Pallas and XLA have their own
                 yield Step(name, held, error=" ".join(str(error).split())[:300])
                 continue
         yield Step(

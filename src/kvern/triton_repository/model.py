@@ -576,7 +576,7 @@ class TritonPythonModel:
         """Sends late news, finds cancelled requests, and sets metrics."""
         self._ticks = False
         seconds = max(self._loop.time() - self._ticked, TICK)
-        self._rate += SMOOTHING * (self._arrived / seconds - self._rate)
+        self._rate += (1 - (1 - SMOOTHING) ** (seconds / TICK)) * (self._arrived / seconds - self._rate)
         self._arrived = 0
         self._ticked = self._loop.time()
         late, self._late = self._late, {}
@@ -587,10 +587,10 @@ class TritonPythonModel:
         self._keep_ticking()
 
     def _look_for_cancelled(self, seconds: float) -> None:
-        """Asks about some requests, so that each one's turn comes every CANCEL_SECONDS."""
+        """Asks about some requests, each every CANCEL_SECONDS, or as often as MOST_QUESTIONS allows."""
         self._questions += seconds * min(len(self._requests) / CANCEL_SECONDS, MOST_QUESTIONS)
         while self._questions >= 1:
-            self._asking = self._asking or [request for request in self._requests if not request.ended]
+            self._asking = self._asking or [request for request in list(self._requests) if not request.ended]
             request = self._asking.pop() if self._asking else None
             if request is not None and request.ended:
                 continue
