@@ -173,6 +173,7 @@ def growth(checkpoint: Path) -> dict[str, Any]:
 
     config, card = json.loads((checkpoint / "config.json").read_text()), torch.device("cuda:0")
     heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+    torch.cuda.set_device(card)  # a context, which the driver's calls need
     shape = (16, heads, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
     block_bytes = 2 * math.prod(shape)
     unit = blocks_of_a_piece(granularity(card), [block_bytes])

@@ -36,7 +36,7 @@ def answers(llm: LLM, traces: StepTraces, name: str) -> list[list[int]]:
 
 
 def test_a_process_without_the_gpu_writes_what_the_gpu_did(tmp_path: Path) -> None:
-    llm = LLM(device=DEVICE, **HALVES)
+    llm = LLM(device=DEVICE, **HALVES, deterministic=True)
     traces = StepTraces(core_of(llm), lambda: None, tmp_path)
     expected = answers(llm, traces, "before ")
     for number in range(2):

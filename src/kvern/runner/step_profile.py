@@ -20,7 +20,7 @@ def profiled(activities: Sequence[ProfilerActivity], *, parts: bool = False) -> 
     """
     ranges = _Ranges()
     listener = marks.Marks(ranges.begin) if parts else marks.listener()
-    with recorded(), profile(activities=activities) as profiler, marks.listened(listener):
+    with recorded(), profile(activities=activities, acc_events=True) as profiler, marks.listened(listener):
         yield profiler
         ranges.end()
         if DEVICE in activities:
