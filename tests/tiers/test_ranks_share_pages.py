@@ -1,12 +1,16 @@
 """Engines with other numbers of ranks find each other's pages: they are named by heads of the whole model."""
 
+import mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvern import LLM, SamplingParams
+from kvern.tiers.arena import ARENA, OwnedArena, map_arena
+from kvern.tiers.host import HostStore
 from tests.support.families import make_checkpoint
+from tests.support.idle import core_here
 from tests.support.served import eventually
 from tests.support.tiers import settle, stored_files, tier_of
 
@@ -103,3 +107,23 @@ def test_other_numbers_are_other_pages(tmp_path: Path) -> None:
     ):
         assert asked(folder, pages, **options)[1] == 0, options
     assert asked(folder, pages)[1] == 128
+
+
+def test_all_ranks_give_memory_of_pages_back(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = OwnedArena()
+    monkeypatch.setenv(ARENA, arena.path)
+
+    def pages(rank: int) -> int:
+        memory = map_arena(1 << 20, rank, 2)
+        assert memory is not None
+        copy = mmap.mmap(-1, len(memory))
+        copy[:] = memory[:]
+        return HostStore(len(copy), copy).pages
+
+    with LLM(str(tiny_model), kv_tier=(f"host:{2 << 20}",), tensor_parallel_size=2, **OPTIONS) as llm:
+        llm.generate([PROMPT], PARAMS)
+        settle(llm)
+        eventually(lambda: pages(0) == pages(1) > 0)
+        core_here(llm).release_pages(2 << 20)
+        eventually(lambda: pages(0) == pages(1) == 0)
+    arena.close()

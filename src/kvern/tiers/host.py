@@ -70,7 +70,7 @@ class HostStore:
         self._limit = cells
         """The numbers of cells, the first ones, that may be used now and at last."""
         self._withheld = 0
-        """Free cells that stay so, because their memory was given back."""
+        """The number of free cells that stay so, because they have no memory and shall not take any."""
         if self._memory[: len(layout.head)] == layout.head:
             self._scan()
         else:
@@ -199,23 +199,22 @@ class HostStore:
                     self._remove(name)
 
     def release(self, size: int) -> None:
-        """Give memory of so many bytes back to the system, of the pages that were used longest ago; others get no more
-        than is left until `release(0)`. Not for memory that is pinned."""
+        """Give memory of so many bytes back to the system, of the pages that were used longest ago, and that of free
+        cells; others get no more than is left until `release(0)`. Not for memory that is pinned."""
         with self._lock:
             if not size:
                 self._withheld = 0
-            cells: list[int] = []
+                return
+            freed = 0
             for name, page in list(self._pages.items()):
-                if len(cells) * self._cell >= size:
+                if freed >= size:
                     break
                 if not page.readers:
-                    cells += page.cells
+                    freed += len(page.cells) * self._cell
                     self._remove(name)
                     self.evicted += 1
-            gone = set(cells)
-            self._free = [*cells, *(cell for cell in self._free if cell not in gone)]  # to be used last
-            self._withheld += len(cells)
-            cells.sort()
+            self._withheld = len(self._free)  # also those that no page ever had: they have no memory yet
+            cells = sorted(self._free)
             for first, count in runs(cells, self._count):
                 start = self._layout.first + cells[first] * self._cell
                 page_start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE

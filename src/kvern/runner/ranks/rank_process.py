@@ -115,7 +115,7 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     worker, runner = rank.worker, rank.worker.runner
     execute = tiered(runner.execute, rank.tier, runner, rank.ranks)
     in_flight: deque[StepResult] = deque()
-    executor = Executor(worker)  # of all but steps
+    executor = Executor(worker, rank.tier)  # of all but steps
     weights = executor.weights
     while True:
         while weights.is_busy:
