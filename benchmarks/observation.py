@@ -41,8 +41,8 @@ class Switched:
     """An engine whose observers can be taken off and put back."""
 
     def __init__(self, llm: LLM, folder: Path) -> None:
-        self._core: Any = llm._engine.core
-        core = self._core
+        engine: Any = llm._engine
+        self._core = core = engine.core
         running = RunningFile(folder / "running")
         watch = StepWatch(running, lambda seconds: None, 60.0, SHORTEST_SILENCE, ring=make_ring(folder))
         while core.idle():  # the estimates of the parts of steps, which causes of seconds need
