@@ -3,11 +3,13 @@
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +102,40 @@ def test_steps_compile_for_a_chip_and_take_little_more_than_weights_and_cache(
 def test_what_does_not_fit_is_said_by_the_compiler(tmp_path: Path) -> None:
     request = ahead.Request(str(write_config(tmp_path, SIZES)), "v5e", "bfloat16", rows=64, max_model_len=131072)
     assert ["exceeds available HBM" in step.error for step in ahead.compiled(request)] == [True, True]
+
+
+@needs_jax
+def test_errors_of_lowering_are_told_in_one_line_for_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+    from jax.experimental import topologies
+
+    def fail(*_: object) -> None:
+        raise ValueError("no such\n  block" + " shape" * 100)
+
+    chip = SimpleNamespace(devices=jax.devices("cpu"))
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda name, platform: chip)
+    monkeypatch.setattr("kvern.tpu.attention.paged", fail)
+    request = ahead.Request(str(write_config(tmp_path, {})), "v5e", "bfloat16", rows=2, max_model_len=256)
+    steps = list(ahead._steps(request))
+    assert [step.name for step in steps] == ["prefill", "decode"]
+    assert {step.error for step in steps} == {("no such block" + " shape" * 100)[:300]}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_the_compiler_ends_with_the_command_that_waits_for_it(tmp_path: Path) -> None:
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    (tmp_path / "jax.py").write_text(
+        f"import signal\nalive = open({str(fifo)!r}, 'w')\nprint('here', file=alive, flush=True)\nsignal.pause()\n"
+    )
+    ask = "from kvern.tpu import ahead; ahead.compiled(ahead.Request('nowhere', 'v5e', 'auto', 1, 128))"
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    parent = subprocess.Popen([sys.executable, "-c", ask], env={**os.environ, "PYTHONPATH": paths})
+    with fifo.open() as alive:
+        assert alive.readline() == "here\n"
+        parent.terminate()
+        assert parent.wait() == -signal.SIGTERM
+        assert alive.read() == "", "it has ended"
 
 
 def test_a_compiler_that_ends_is_named_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,9 +48,43 @@ def test_a_model_answers_as_pytorch_does(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert said.startswith("the quick")
     assert "of the answer's tokens" in said
+    assert main([*given[:-1], "1", "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "of the prompt's last token" in said and "of the answer's tokens" not in said
     for wrong, what in ((["--prompt", ""], "prompt is empty"), (["--max-model-len", "9999"], "above the model's 512")):
         assert main([*given, *wrong]) == 2
         assert what in capsys.readouterr().err
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("prefill", "decode", "code"), [(1e-5, 1e-5, 0), (float("nan"), 1e-5, 1), (1e-5, float("nan"), 1), (1e-3, 0.0, 1)]
+)
+def test_logits_that_differ_or_are_no_numbers_are_exit_code_1(
+    prefill: float, decode: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvern.tpu.generate import Difference
+
+    make_tiny_model(tmp_path)
+    answers = [SimpleNamespace(tokens=[5, 6])]
+    model = SimpleNamespace(generate=lambda *_: answers)
+    monkeypatch.setattr("kvern.tpu.generate.JaxModel", lambda *_: model)
+    monkeypatch.setattr("kvern.tpu.generate.compare", lambda *_: Difference(prefill, decode, 1.0))
+    assert main(["tpu", str(tmp_path), "--check"]) == code
+
+
+@needs_jax
+def test_lengths_are_checked_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("allocated")
+
+    make_tiny_model(tmp_path)
+    monkeypatch.setattr("kvern.models.loader.load_model", fail)
+    monkeypatch.setattr("kvern.tpu.generate.JaxModel", fail)
+    assert main(["tpu", str(tmp_path), "--max-model-len", "20", "--max-tokens", "20"]) == 2
+    assert "max_tokens is 20: together they are above max_model_len 20; lower max_tokens" in capsys.readouterr().err
 
 
 @needs_jax
@@ -74,6 +109,19 @@ def test_an_older_jax_is_refused(
     monkeypatch.setattr(ahead, "compiled", lambda request: [ahead.Step("decode", error="full")])
     assert main(["tpu", str(write_config(tmp_path, {})), "--compile", "v5e"]) == code
     assert ("needs JAX 0.10 or newer, and 0.9.2 is here" in capsys.readouterr().err) == (code == 2)
+
+
+@pytest.mark.parametrize(("given", "code"), [([], 2), (["--dtype", "bfloat16"], 0)])
+def test_float16_is_compiled_as_another_dtype(
+    given: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("kvern.cli.tpu.version", lambda name: "0.10.2")
+    monkeypatch.setattr(ahead, "compiled", lambda request: [ahead.Step("decode")])
+    folder = write_config(tmp_path, {"torch_dtype": "float16"})
+    assert main(["tpu", str(folder), "--compile", "v5e", *given]) == code
+    assert ("dtype is float16" in (said := capsys.readouterr().err)) == (code == 2)
+    assert ("give --dtype bfloat16" in said) == (code == 2)
 
 
 @needs_jax

@@ -1,5 +1,6 @@
 """Models as JAX functions on a CPU: at prefill and decode, over a paged cache, logits are those of PyTorch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from kvern.layers.rope import RopeTable, make_rotate
 from kvern.models.loader import LoadOptions, load_model
 from kvern.models.registry import spec_from_config
 from kvern.spec.mixers import AttentionSpec
-from kvern.spec.model import LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from kvern.spec.model import BiasSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from kvern.spec.rope_scaling import LinearScaling, RopeScaling
 from kvern.spec.rope_stretching import Dynamic, Llama3, LongRope, Proportional, Yarn
 from kvern.tpu.refusals import check
@@ -154,9 +155,13 @@ def test_what_a_function_does_not_compute_is_refused_by_name() -> None:
         assert what in str(refused.value)
 
 
-def test_a_layer_may_see_no_positions_and_must_attend() -> None:
+def test_parts_that_a_model_may_lack_and_may_not_have_together() -> None:
     attention, mlp = AttentionSpec(2, 1, 16, 0.25), MlpSpec(32)
-    check(ModelSpec("own", 16, 32, (LayerSpec(attention, None, mlp),), 64))
+    check(ModelSpec("own", 16, 32, (LayerSpec(attention, None, mlp),), 64, biases=BiasSpec(head=True)))
+    tied = ModelSpec("own", 16, 32, (LayerSpec(attention, None, mlp),), 64, tie_word_embeddings=True)
+    check(tied)
+    with pytest.raises(UnsupportedModel, match=r"biases\.head is True, and the head tied;"):
+        check(replace(tied, biases=BiasSpec(head=True)))
     with pytest.raises(UnsupportedModel, match=r"layers\.mixer is None"):
         check(ModelSpec("own", 16, 32, (LayerSpec(None, None, mlp),), 64))
     with pytest.raises(UnsupportedModel, match=r"layers\.mlp is None"):

@@ -5,10 +5,12 @@
 A parent that ends closes its sockets, and both end. Nothing here imports torch.
 """
 
+import ctypes
 import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,8 @@ LENGTH = 4
 """The number of bytes of a message's length."""
 READY = b"\1"
 """The first byte that a child sends."""
+PR_SET_PDEATHSIG = 1
+"""A constant of prctl(2)."""
 
 
 def fork_children(control: socket.socket, serve: Callable[[socket.socket], None]) -> None:
@@ -39,6 +43,12 @@ def give_way(nice: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     os.nice(nice)
+
+
+def end_with_parent() -> None:
+    """Has this process killed when the thread that started it ends, however that happens; on Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def limit_memory(size: int) -> None:

@@ -5,22 +5,19 @@ never sent. Each listener makes a new key and gives it to the one process that i
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
-import signal
 import socket as sockets
 import struct
-import sys
 
 import zmq
+
+from kvern.io.children import end_with_parent
 
 KEY = "KVERN_SOCKET_KEY"
 """The variable with a process's key: other users of the machine can read arguments, but not variables."""
 MOST_PROCESSES = "KVERN_RAY_PROCESSES"
 """The variable of a process on a node of a Ray cluster with the number of such processes that its node has room for."""
-SET_PARENT_DEATH_SIGNAL = 1
-"""A constant of prctl(2)."""
 SIOCGIFADDR = 0x8915
 """A constant of netdevice(7): the address of an interface."""
 
@@ -41,8 +38,7 @@ def connect(socket: "zmq.Socket[bytes]", address: str) -> None:
     """
     key = os.environ.pop(KEY, None)
     if key is not None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        end_with_parent()
         public, secret = zmq.curve_keypair()
         socket.set(zmq.CURVE_SERVERKEY, key.encode())
         socket.set(zmq.CURVE_PUBLICKEY, public)

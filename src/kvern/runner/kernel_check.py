@@ -10,7 +10,6 @@ every launch ends with the compiled kernel, and the threads that load kernels he
 ends the compiler's process is compiled nowhere else.
 """
 
-import ctypes
 import hashlib
 import logging
 import multiprocessing
@@ -33,6 +32,7 @@ from triton.runtime.cache import triton_key
 
 import kvern.kernels
 from kvern.errors import ConfigError
+from kvern.io.children import end_with_parent
 from kvern.kernels.groups import MODULES
 from kvern.kernels.recording import Launch, Launches
 from kvern.runner import ahead
@@ -45,7 +45,6 @@ PATIENCE_SECONDS = 120.0
 """After that the rest is left to the launches."""
 LONGEST = ("hopper", "attention", "sampling")
 """Groups of kernels that compile for seconds each, all others in less than one."""
-PR_SET_PDEATHSIG = 1
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Addresses of functions in descriptions, which differ from process to process."""
 
@@ -190,7 +189,7 @@ def _compile(target: GPUTarget, launches: Sequence[Launch], following: Any, curr
 
     `current[slot]` is the one that it compiles now, -1 at the end.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
+    end_with_parent()  # also when the engine is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
     from triton.backends.nvidia.driver import CudaLauncher
 

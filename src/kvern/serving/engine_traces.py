@@ -1,11 +1,9 @@
 """The engine's side of traces: some of its next steps run under PyTorch's profiler, and requests do not notice."""
 
-import ctypes
 import gzip
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
 import warnings
@@ -17,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 from kvern.engine.loop import EngineLoop
 from kvern.engine.step_watch import StepWatch
 from kvern.errors import in_a_line
-from kvern.io.children import give_way
+from kvern.io.children import end_with_parent, give_way
 from kvern.request.events import TokenEvent
 from kvern.serving.wire import TakeTrace, TraceTaken
 
@@ -33,7 +31,6 @@ MOST_SECONDS = 120.0
 """The limit of writing a trace."""
 NICE = 10
 STDERR = 2
-PR_SET_PDEATHSIG = 1
 
 
 class StepTraces:
@@ -178,8 +175,7 @@ class Writing:
 
 def _write(profiler: "profile", folder: Path, answer: IO[bytes]) -> None:
     """Writes the trace, or why there is none, and ends this process, the child, with 0 or 1."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also when the engine is killed
+    end_with_parent()  # also when the engine is killed
     for descriptor in map(int, os.listdir("/dev/fd")):  # sockets would seem open when the engine has ended
         if descriptor > STDERR and descriptor != answer.fileno():
             with suppress(OSError):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvern.errors import ConfigError
+from kvern.io.children import end_with_parent
 from kvern.tpu import BLOCK_SIZE, CHUNK
 
 Chip = Literal["v5e", "v6e", "v5p"]
@@ -126,6 +127,7 @@ def _steps(request: Request) -> Iterator[Step]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.stdout.buffer.write(
         msgspec.json.encode(list(_steps(msgspec.json.decode(sys.stdin.buffer.read(), type=Request))))
     )

@@ -25,6 +25,8 @@ SHOWN = 3
 def check(spec: ModelSpec) -> None:
     """Raises UnsupportedModel with the fields of a model that the function does not compute."""
     found = list(dict.fromkeys(_refused(spec, "")))
+    if spec.tie_word_embeddings and spec.biases.head:
+        found.append("biases.head is True, and the head tied")
     if found:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise UnsupportedModel(
