@@ -1,19 +1,24 @@
 """How near simulations are to what a model's engine does on this machine.
 
-    python benchmarks/simulation.py [--model kvern-12m] [--seconds 12] [--shares 0.4 0.8] [--record steps.jsonl]
+    python benchmarks/simulation.py [--model kvern-12m] [--seconds 12] [--shares 0.4 0.8]
+    python benchmarks/simulation.py --model benchmarks/models/llama-3.1-8b --load-format dummy --keep FOLDER
+    python benchmarks/simulation.py --kept FOLDER       # simulates, anywhere, what was measured and kept
 
-Builds the kernels for CPUs if they are missing, finds what the engine answers at most, and fits costs to the steps of
-loads at several shares of that rate. Then it runs other loads, three times each with other requests, on the engine and
-on simulated ones with five seeds, and prints a table in Markdown: the mean of the measured and of the simulated runs,
-each with the least and the greatest, and by how much the simulated mean is off. A second table has the steps of these
-runs, which costs were not fitted to: the sums of their times, and of what they are predicted to take. Nothing else may
-run on the machine.
+Builds the kernels for CPUs if they are missing, finds what the engine answers at most, and records steps of loads at
+several shares of that rate, for costs to be fitted to. Then it runs other loads, three times each with other requests.
+The same requests are simulated with five seeds, and tables in Markdown compare: the mean of the measured and of the
+simulated runs, each with the least and the greatest, and by how much the simulated mean is off; the steps of these
+runs, which costs were not fitted to, with the sums of their times and of what they are predicted to take; and in short
+by how much each figure is off, in bold what misses its goal. The engine is in this process, which also gives it its
+requests: neither HTTP nor a load generator limits it. Nothing else may run on the machine.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,19 +26,22 @@ import torch
 
 from kvern.bench.steps import MeasuredEngine
 from kvern.config import EngineConfig
+from kvern.io.interpreter import settle
 from kvern.loads.source import read_load
 from kvern.simulate.costs import FittedPrice, StepSample, fit_steps
-from kvern.simulate.records import StepRecord, replay, write_steps
+from kvern.simulate.records import StepRecord, read_steps, replay, write_steps
 from kvern.simulate.report import figures, interval
 from kvern.simulate.study import Condition, run_once
 
 LENGTHS = "input=uniform:50:400,output=uniform:20:120"
-CALIBRATED = 0.2, 0.5, 0.8, 1.0
-"""Shares of the greatest rate at which steps are recorded."""
+CALIBRATED = 0.2, 0.5, 0.8, 1.0, float("inf")
+"""Shares of the greatest rate at which steps are recorded; the last is a crowd, which has the largest batches."""
 WARM_STEPS = 20
 """The first steps of a run do not count: some are the first of their kind."""
 REPEATS, SEEDS = 3, 5
 LEAST_REQUESTS = 40
+FITTED, CROWD = "fitted", "all at once"
+"""Names of loads: those that costs are fitted to, and the one that has the greatest rate."""
 SHOWN = {
     "requests_per_second": "requests/s",
     "tokens_per_second": "tokens/s",
@@ -44,6 +52,8 @@ SHOWN = {
     "p50_e2e_ms": "end to end p50, ms",
     "p99_e2e_ms": "end to end p99, ms",
 }
+GOALS = {"requests_per_second": 0.07, "tokens_per_second": 0.05, "p50": 0.1, "p99": 0.2}
+"""By how much a figure may be off: the greatest rate, tokens a second, and percentiles."""
 Figures = dict[str, Any]
 
 
@@ -54,77 +64,121 @@ class Measured(NamedTuple):
     figures: Figures
 
 
+Runs = dict[str, list[Measured]]
+"""The runs of each load."""
+
+
 def main() -> None:
-    """Measure, simulate, and print the table."""
+    """Measure, simulate, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="kvern-12m")
-    parser.add_argument("--seconds", type=float, default=12, help="of each run, about")
+    parser.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
+    parser.add_argument("--seconds", type=float, default=12, help="of each run, about; there are 14 with two shares")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.4, 0.8])
-    parser.add_argument("--record", type=Path, help="keep the steps of the last load that costs are fitted to")
+    parser.add_argument("--lengths", default=LENGTHS, help="of prompts and answers, as in --load of kvern simulate")
+    parser.add_argument("--keep", type=Path, help="write the measured runs to this folder, and simulate none")
+    parser.add_argument("--kept", type=Path, help="take the measured runs of this folder")
     options = parser.parse_args()
-    config = EngineConfig(options.model)
+    runs = measure(options) if options.kept is None else kept(options.kept)
+    if options.keep is not None:
+        keep(runs, options.keep)
+    else:
+        compare(runs)
+
+
+def measure(options: argparse.Namespace) -> Runs:
+    """Runs all loads on the engine."""
+    config = EngineConfig(options.model, load_format=options.load_format)
     if not torch.cuda.is_available():
         subprocess.run([sys.executable, "-m", "kvern.cpu.ready", str(config.cache_folder)], check=True)
     engine = MeasuredEngine(config)
     engine.warm()
+    settle()  # as an engine's process does
 
-    def measured(load: str) -> Measured:
+    def run(rate: float, seed: int, requests: int) -> Measured:
+        load = f"rate={rate:.2f},requests={requests},{options.lengths},seed={seed}"
         record, driven = engine.run(list(read_load(load)))
-        return Measured(record, figures([driven.timeline], {}, driven.hit_tokens, [driven.executor.busy]))
+        found = figures([driven.timeline], {}, driven.hit_tokens, [driven.executor.busy])
+        print(f"{load}: {found['seconds']:.1f} s, {found['requests_per_second']:.1f} requests/s", flush=True)
+        return Measured(record, found)
 
-    guess = measured(f"rate=inf,requests={LEAST_REQUESTS},{LENGTHS},seed=99").figures["requests_per_second"]
-    crowd = f"rate=inf,requests={_requests(guess, options.seconds)},{LENGTHS}"
-    crowds = [measured(f"{crowd},seed={seed}").figures for seed in range(REPEATS)]
-    most, _, _ = interval([run["requests_per_second"] for run in crowds])
-    records = []
-    for share in CALIBRATED:
-        rate = most * share
-        load = f"rate={rate:.2f},requests={_requests(rate, options.seconds)},{LENGTHS},seed=50"
-        records.append(measured(load).record)
-    if options.record is not None:
-        write_steps(records[-1], options.record)
-    header = records[0].header
-    print(f"{header.model} on {header.hardware}: at most {most:.1f} requests/s")
-    for share, record in zip(CALIBRATED, records, strict=True):
-        same = replay(record)
-        told = "all decided alike" if same.differs is None else f"step {same.differs} differs"
-        print(f"replayed at {share:.0%}: {same.steps} steps, {told}")
-    samples: list[StepSample] = [sample for record in records for sample in record.samples[WARM_STEPS:]]
-    fit = fit_steps(samples)
-    print(f"costs of {fit.steps} steps: {fit.errors}\n")
+    def count(rate: float) -> int:
+        return max(LEAST_REQUESTS, round(rate * options.seconds))
+
+    guess = run(float("inf"), 99, LEAST_REQUESTS).figures["requests_per_second"]
+    found = {CROWD: [run(float("inf"), seed, count(guess)) for seed in range(REPEATS)]}
+    most, _, _ = interval([each.figures["requests_per_second"] for each in found[CROWD]])
+    found |= {FITTED: [], **{f"{share:.0%}": [] for share in options.shares}}
+    fitted = [(FITTED, share, 50) for share in CALIBRATED]
+    others = [(f"{share:.0%}", share, seed) for seed in range(REPEATS) for share in options.shares]
+    for name, share, seed in filter(None, chain.from_iterable(zip_longest(others, fitted))):  # a machine may drift
+        found[name].append(run(most * share, seed, count(most * min(1.0, share))))
+    engine.close()
+    return found
+
+
+def keep(runs: Runs, folder: Path) -> None:
+    """Writes runs to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, several in runs.items():
+        for number, each in enumerate(several):
+            write_steps(each.record, folder / f"{name} {number}.jsonl")
+    told = {name: [each.figures for each in several] for name, several in runs.items()}
+    (folder / "figures.json").write_text(json.dumps(told, indent=1))
+
+
+def kept(folder: Path) -> Runs:
+    """Returns the runs that were written to a folder."""
+    told: dict[str, list[Figures]] = json.loads((folder / "figures.json").read_text())
+    return {
+        name: [Measured(read_steps(folder / f"{name} {number}.jsonl"), each) for number, each in enumerate(several)]
+        for name, several in told.items()
+    }
+
+
+def compare(runs: Runs) -> None:
+    """Simulates the loads of runs, and prints the tables."""
+    fitted = runs.pop(FITTED)
+    header = fitted[0].record.header
+    print(f"\n{header.model} on {header.hardware}, kvern {header.version}")
+    replays = [replay(each.record) for several in (fitted, *runs.values()) for each in several]
+    differ = [each for each in replays if each.differs is not None]
+    print(f"replayed: {sum(each.steps for each in replays):,} steps of {len(replays)} runs, {len(differ)} runs differ")
+    fit = fit_steps([sample for each in fitted for sample in _samples(each)])
+    print(f"costs of {fit.steps:,} steps: {fit.errors}\n")
     condition = Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace)
     print("| load | | measured | simulated | off |\n|---|---|---|---|---|")
-    _compare("all at once", crowds, [_simulated(condition, f"{crowd},seed={seed}") for seed in range(REPEATS)])
-    steps: list[StepSample] = []
-    for share in options.shares:
-        rate = most * share
-        loads = [
-            f"rate={rate:.2f},requests={_requests(rate, options.seconds)},{LENGTHS},seed={seed}"
-            for seed in range(REPEATS)
-        ]
-        runs = [measured(load) for load in loads]
-        steps += [sample for run in runs for sample in run.record.samples[WARM_STEPS:]]
-        _compare(f"{share:.0%}", [run.figures for run in runs], [_simulated(condition, load) for load in loads])
-    _print_sums(FittedPrice(fit, None), steps)
-    engine.close()
+    short = []
+    for name, several in runs.items():
+        offs = {}
+        simulated = [run_once(condition, each.record.load, seed, {}) for each in several for seed in range(SEEDS)]
+        for key, label in SHOWN.items():
+            real = interval([each.figures[key] for each in several])
+            found = interval([each[key] for each in simulated])
+            offs[key] = found[0] / real[0] - 1 if real[0] else 0.0
+            print(f"| {name} | {label} | {_told(real)} | {_told(found)} | {offs[key]:+.0%} |", flush=True)
+        short.append(_in_short(f"{header.model.rpartition('/')[2]}, {name}", offs, name == CROWD))
+    others = [sample for each in chain.from_iterable(runs.values()) for sample in _samples(each)]
+    _print_sums(FittedPrice(fit, None), others)
+    print("\n| at | throughput | TTFT p50/p99 | ITL p50/p99 | end to end p50/p99 |")
+    print("|---|---|---|---|---|", *short, sep="\n")
 
 
-def _requests(rate: float, seconds: float) -> int:
-    return max(LEAST_REQUESTS, round(rate * seconds))
+def _samples(run: Measured) -> list[StepSample]:
+    return run.record.samples[WARM_STEPS:]
 
 
-def _simulated(condition: Condition, load: str) -> list[Figures]:
-    requests = list(read_load(load))
-    return [run_once(condition, requests, seed, {}) for seed in range(SEEDS)]
+def _in_short(name: str, offs: dict[str, float], is_crowd: bool) -> str:
+    """Returns a row of the short table; in a crowd the greatest rate has a goal, and times have none."""
 
+    def cell(*keys: str) -> str:
+        marks = ["**" * (abs(offs[key]) > GOALS.get(key, GOALS.get(key[:3], 0.0))) for key in keys]
+        return "/".join(f"{mark}{offs[key]:+.0%}{mark}" for key, mark in zip(keys, marks, strict=True))
 
-def _compare(name: str, measured: Sequence[Figures], simulated: Sequence[Sequence[Figures]]) -> None:
-    runs = [run for each in simulated for run in each]
-    for key, label in SHOWN.items():
-        real = interval([run[key] for run in measured])
-        found = interval([run[key] for run in runs])
-        off = f"{found[0] / real[0] - 1:+.0%}" if real[0] else ""
-        print(f"| {name} | {label} | {_told(real)} | {_told(found)} | {off} |", flush=True)
+    if is_crowd:
+        return f"| {name} | {cell('requests_per_second')} | | | |"
+    times = (cell(f"p50_{each}_ms", f"p99_{each}_ms") for each in ("ttft", "itl", "e2e"))
+    return " | ".join((f"| {name}", cell("tokens_per_second"), *times)) + " |"
 
 
 def _print_sums(price: FittedPrice, samples: Sequence[StepSample]) -> None:
