@@ -47,6 +47,30 @@ class FakeReplica:
         self.released.append(size)
 
 
+def keeper_of_cards(names: str, watch: Watch) -> Keeper:
+    """A keeper of models that share a card, which may take far more than there is."""
+    card = GpuMemory(TOTAL, TOTAL)
+    engines = (EngineConfig("kvern-1m", served_model_name=(name,), gpu_memory_share=0.1) for name in names)
+    return Keeper([ServedModel(engine, gpu=card) for engine in engines], TOTAL, None, watch)
+
+
+def is_awake(keeper: Keeper, name: str, replica: FakeReplica) -> None:
+    """Lets a model be awake that has no requests any more."""
+    resident = keeper.find(name)
+    assert resident is not None
+    keeper.residency.asked(name, 0.0)
+    assert keeper.residency.decide(0.0).moves
+    keeper.residency.moved(name, 0.0, Footprint(2 * CHUNK, 1.0))
+    keeper.residency.ended(name, 1.0)
+    resident.client = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
+
+
+async def turns() -> None:
+    """Lets everything happen that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize(
     ("lacks", "freed", "rests"),
     [(50, 80, False), (120, 80, True), (50, 0, True)],
@@ -123,28 +147,94 @@ def test_pages_of_tiers_go_behind_cached_blocks_and_before_models(monkeypatch: p
     asyncio.run(run())
 
 
-def test_caches_are_not_granted_the_same_memory_again_while_they_do_not_write_to_it() -> None:
+@pytest.mark.parametrize("gpu", [None, "GPU-ab"])
+def test_caches_are_not_granted_the_same_memory_again(gpu: str | None) -> None:
     """Ten chunks are free beyond twice the floor: a cache of six gets them once, and then those that it has used."""
-    floor = HostMemory(0, TOTAL).floor
-    left = [2 * floor + 10 * CHUNK]
-    watch = Watch(lambda: HostMemory(left[0], TOTAL))
+    memory = HostMemory if gpu is None else CardMemory
+    left = [2 * memory(0, TOTAL).floor + 10 * CHUNK]
+    watch = Watch(lambda: memory(left[0], TOTAL))
 
     async def run() -> None:
-        keeper = Keeper([served("a", "kvern-1m")], TOTAL, None, watch)
+        keeper = keeper_of_cards("a", watch) if gpu else Keeper([served("a", "kvern-1m")], TOTAL, None, watch)
         replica = FakeReplica(6, 5)
-        keeper.residency.asked("a", 0.0)
-        assert keeper.residency.decide(0.0).moves
-        keeper.residency.moved("a", 0.0, Footprint(2 * CHUNK, 1.0))
-        keeper.residents[0].client = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
+        replica.supervisor.link.ready.gpu = gpu
+        is_awake(keeper, "a", replica)
         for _ in range(3):
             keeper._decide()
             assert replica.cache_chunks == 16
         replica.cache_touched = 12
         left[0] -= 6 * CHUNK
+        keeper._decide()
+        assert replica.cache_chunks == 16, "what was free a moment ago is not any more"
+
+    asyncio.run(run())
+
+
+class Card:
+    """A card on which a cache has memory, and a model that wakes takes some."""
+
+    def __init__(self, replica: FakeReplica, free: int) -> None:
+        self._replica = replica
+        self._all = free + replica.cache_touched * CHUNK
+        self.taken = 0
+
+    def read(self) -> CardMemory:
+        return CardMemory(LEAST_FREE + self._all - self.taken - self._replica.cache_touched * CHUNK, TOTAL)
+
+
+class SlowReplica(FakeReplica):
+    """An engine that gives memory back when a test says so."""
+
+    asked = 20
+
+    def resize_cache(self, chunks: int) -> bool:
+        is_new, self.asked = chunks != self.asked, chunks
+        return is_new
+
+    def answer(self) -> None:
+        self.cache_chunks = self.cache_touched = self.asked
+
+
+def test_a_wake_begins_once_caches_have_given_back_what_the_card_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All models may take far more than the card has. What the model has taken is not asked for again."""
+    monkeypatch.setattr("kvern.residency.keeper.LOOK_SECONDS", 0.0)
+
+    async def run() -> None:
+        replica = SlowReplica(20, 0)
+        card = Card(replica, 2 * CHUNK)
+        watch = Watch(card.read)
+        keeper = keeper_of_cards("ab", watch)
+        keeper._begin = begun.append  # type: ignore[method-assign]
+        is_awake(keeper, "a", replica)
+        replica.supervisor.link.ready.gpu = "GPU-ab"
+        keeper._decide()
+        assert replica.asked == 20
+        keeper.residency.asked("b", time.monotonic())
+        keeper._decide()
+        assert begun == [Move("b", "awake")]
+        needed = keeper.residency.footprint("b").needed_from("cold")
+        waiting = asyncio.create_task(keeper._until_given_back())
+        await turns()
+        assert replica.asked == 20 - -(-(needed - 2 * CHUNK) // CHUNK) and not waiting.done()
+        shrunk = replica.asked
+        keeper._decide()
+        assert replica.asked == shrunk
+        replica.answer()
+        await turns()
+        assert waiting.done()
+        for card.taken in (0, needed // 2, needed):
+            watch.renew()
+            keeper._decide()
+            assert replica.asked == shrunk, "it is the model's, and is asked for once"
+        keeper.residency.moved("b", time.monotonic())
+        keeper._decide()
+        assert replica.asked == shrunk
+        card.taken = 0
         watch.renew()
         keeper._decide()
-        assert replica.cache_chunks == 16
+        assert replica.asked > shrunk, "nobody else takes it any more"
 
+    begun: list[Any] = []
     asyncio.run(run())
 
 

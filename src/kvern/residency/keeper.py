@@ -100,6 +100,10 @@ class Keeper:
         """When it is seen what was given back as the machine had little memory; None: it has enough."""
         self._released = False
         """Tiers have given memory back, and take no more."""
+        self._touched = 0
+        """The bytes that KV caches had at the last look."""
+        self._waiting = 0
+        """The number of models that wait until KV caches have given back what they take of a GPU."""
         for model in models:
             self.residency.add(model.name, model.terms, model.estimate(), time.monotonic())
 
@@ -212,6 +216,9 @@ class Keeper:
         now = time.monotonic()
         given_back = 0
         if self._watch is not None:
+            if (has := touched(self._awake)) != self._touched:  # what was free before is granted once
+                self._touched = has
+                self._watch.renew()
             host = self.residency.host = self._watch.look(now)
             if host is None or host.spare >= 0:
                 self._sees_at = None
@@ -226,6 +233,7 @@ class Keeper:
                 if goes:
                     self._sees_at = self._watch.next_at = now + GIVEN_BACK_SECONDS
                 if self._sees_at is not None and now < self._sees_at:
+                    self._watch.next_at = min(self._watch.next_at, self._sees_at)
                     return self._sees_at
             reserve = None if self._on_gpu else self._reserve  # that process is on no GPU
             if reserve is not None and host is not None and host.spare < 0:
@@ -236,7 +244,7 @@ class Keeper:
             if reserve is not None and host is not None:  # the next model may be loaded in that process
                 host = replace(host, free=host.free + RESERVE_BYTES)
             self.residency.host = host
-            self.residency.lent = touched(self._awake) if self._on_gpu else 0
+            self.residency.lent = self._touched if self._on_gpu else 0
         decision = self.residency.decide(now)
         if not given_back:
             self._agree()
@@ -262,18 +270,36 @@ class Keeper:
         """Lets KV caches have what no model holds for certain; returns the bytes that they are asked to give back."""
         host = self.residency.host
         spare = max(0, self.residency.memory - self.residency.held)
-        if (
-            host is not None
-        ):  # what they take anew leaves as much again above the floor, or they would give it back soon
-            spare = min(spare, touched(self._awake) + max(0, host.spare - host.floor))
+        if host is not None:
+            left = host.spare - self.residency.waking
+            if not (self._waiting and left < 0):  # of what models that wake have taken nothing is asked for again
+                left = max(0, left - host.floor)  # as much again stays free, or they would give it back soon
+            spare = max(0, min(spare, touched(self._awake) + left))
         return settle(self._awake, spare, needed_alone=host is not None and host.spare < 0)
 
     async def _until_given_back(self) -> None:
         """Waits until KV caches have given back what a model takes that wakes, but not for long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_SECONDS):
-                while taken(self._awake) > max(0, self.residency.memory - self.residency.held):
-                    await asyncio.sleep(LOOK_SECONDS)
+        self._waiting += self._on_gpu  # elsewhere a wake begins only once there is memory beside caches
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_SECONDS):
+                    while not self._have_given_back():
+                        await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._waiting -= self._on_gpu
+
+    def _have_given_back(self) -> bool:
+        """Has KV caches give back what models take that wake; returns whether they have."""
+        if self._on_gpu and self._watch is not None:
+            self._watch.renew()
+            self.residency.host = self._watch.look(time.monotonic())
+        self._agree()
+        has = taken(self._awake)
+        if has > max(0, self.residency.memory - self.residency.held):
+            return False
+        host = self.residency.host if self._on_gpu else None
+        growing = has - touched(self._awake)
+        return host is None or host.spare - growing >= self.residency.waking
 
     def _tell(self, watch: Watch, decision: Decision, now: float) -> None:
         """Tells of models that make way because the machine has little memory."""

@@ -176,6 +176,12 @@ class Residency:
         """The states of all models; one that moves is in its old state."""
         return {model.name: model.state for model in self._models.values()}
 
+    @property
+    def waking(self) -> int:
+        """The bytes of the machine, or the GPU, that models take which are being woken, or have just taken."""
+        waking = (one for one in self._models.values() if one.target == "awake" and not one.downloads)
+        return sum(one.footprint.needed_from(one.state) for one in waking)
+
     def downloads(self, name: str, is_so: bool) -> None:
         """Notes that a model which is being woken takes no memory so far, or begins to."""
         self._models[name].downloads = is_so
@@ -360,8 +366,7 @@ class Residency:
             return True
         budget, host = self.held - model.held + needed - self.memory, self._host_lacks(added)
         if budget <= 0 and host <= 0:
-            waking = [other for other in self._models.values() if other.target == "awake" and not other.downloads]
-            if self._host_lacks(added + sum(one.footprint.needed_from(one.state) for one in waking)):
+            if self._host_lacks(added + self.waking):
                 return False  # it may be theirs, until they have taken it
             self._begin(model, "awake", decision)
             return True
