@@ -16,7 +16,18 @@ from kvern.engine.step_load import StepLoad
 from kvern.errors import ConfigError
 from kvern.loads.file import as_line
 from kvern.loads.request import LoadRequest
-from kvern.simulate.costs import KEYS, PAIRS, RUN_STEPS, FittedPrice, Residuals, StepSample, StepWork, fit_steps
+from kvern.simulate.costs import (
+    HELD_OUT,
+    KEYS,
+    PAIRS,
+    RUN_STEPS,
+    WINDOW,
+    FittedPrice,
+    Residuals,
+    StepSample,
+    StepWork,
+    fit_steps,
+)
 from kvern.simulate.engine import OWN, DrivenEngine, EngineSizes, Prompts, simulated_engine
 from kvern.simulate.prediction import predicted
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, read_steps, write_steps
@@ -102,6 +113,15 @@ def test_costs_are_fitted_and_the_error_on_steps_left_out_is_told() -> None:
     assert len(drawn) > 1 and FittedPrice(noisy, 1).seconds(*work) == FittedPrice(noisy, 1).seconds(*work)
     with pytest.raises(ConfigError, match="has 5 steps: at least 100"):
         fit_steps(samples(5))
+
+
+def test_errors_on_steps_left_out_do_not_know_their_times() -> None:
+    """Steps of each fifth window take twice as long as all others."""
+    doubled = [
+        each if place // WINDOW % HELD_OUT else each._replace(seconds=2 * each.seconds)
+        for place, each in enumerate(samples(3000))
+    ]
+    assert fit_steps(doubled).errors.bias == pytest.approx(-0.5, abs=0.01)
 
 
 def test_without_a_seed_nothing_is_drawn_so_that_predicted_costs_are_those_that_were_fitted() -> None:
@@ -223,7 +243,11 @@ def test_a_load_that_is_drawn_is_another_for_each_seed_and_the_same_for_all_cond
 
 
 @pytest.mark.parametrize(
-    ("family", "told"), [("gemma3", "its windows shorten steps"), ("lfm2", "its states take time and memory")]
+    ("family", "told"),
+    [
+        ("gemma3", "left out: a server frees the blocks behind its windows"),
+        ("lfm2", "left out: a server finds prefixes only where it kept a state"),
+    ],
 )
 def test_estimates_say_what_they_leave_out(
     family: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

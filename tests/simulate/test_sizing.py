@@ -1,6 +1,7 @@
 """``kvern plan --workload``: the fewest engines that keep to limits, and why not fewer."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,8 +15,10 @@ from kvern.engine.step_load import StepLoad
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.loads.source import read_load
-from kvern.planning.hardware import same_hardware
+from kvern.planning.estimate import Estimate, Model, Workload
+from kvern.planning.hardware import Card, same_hardware
 from kvern.runner.plan import Layout
+from kvern.simulate import roofline
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, write_steps
 from kvern.simulate.sizing import least, size
 from kvern.simulate.study import Condition, resolved
@@ -71,15 +74,62 @@ def test_tiers_and_splits_are_alternatives(capsys: pytest.CaptureFixture[str]) -
     assert "The next best: " in (told := " ".join(capsys.readouterr().out.split())) and "a margin of" in told
 
 
-def test_a_split_keeps_its_ratio_with_other_numbers_of_engines() -> None:
-    load = list(read_load("rate=2,requests=60,input=40,output=20"))
-    condition = Condition(SIZES, lambda seed: EvenPrice())
-    divided = resolved(msgspec.structs.replace(condition, sizes=WITH_TOKENS), {"split": "1+1"})
-    found = size({"one": (condition, 0, 32), "divided": (divided, 0, 3)}, [(0, load)], {"e2e": 60.0}, 0.99)
-    assert found.chosen.engine == "one" and [each.engine for each in found.short] == ["divided"]
-    assert "Not even 3 x divided suffice" in " ".join(found.verdict(0.99))
-    with pytest.raises(ConfigError, match="a split needs at least two engines"):
+@pytest.mark.parametrize(
+    ("ratio", "engines", "divided"),
+    [
+        ("1+3", 2, (1, 1)),
+        ("1+3", 3, (1, 2)),
+        ("1+3", 4, (1, 3)),
+        ("1+3", 5, (1, 4)),
+        ("1+3", 8, (2, 6)),
+        ("3+1", 2, (1, 1)),
+        ("2+1", 9, (6, 3)),
+    ],
+)
+def test_a_split_keeps_its_ratio_with_other_numbers_of_engines(
+    ratio: str, engines: int, divided: tuple[int, int]
+) -> None:
+    condition = Condition(WITH_TOKENS, lambda seed: EvenPrice())
+    load = [LoadRequest(0.0, 40, 20)] * 40
+    several = {"all": (condition, 0, 40), "split": (resolved(condition, {"split": ratio}), 2, engines)}
+    found = size(several, [(0, load)], {"e2e": 30.0}, 0.99)
+    assert [each.split for each in found.short] == [divided] and found.chosen.split is None
+    told = " ".join(found.verdict(0.99))
+    assert f"Not even {engines} x split ({divided[0]}+{divided[1]}), cards in all: {2 * engines} suffice" in told
+
+
+def test_alternatives_that_are_not_possible_are_named() -> None:
+    condition = Condition(WITH_TOKENS, lambda seed: EvenPrice())
+    divided = resolved(condition, {"split": "1+1"})
+    load = list(read_load("rate=2,requests=9,input=40,output=20"))
+    found = size({"one": (condition, 0, 32), "divided": (divided, 0, 1)}, [(0, load)], {"e2e": 60.0}, 0.99)
+    assert found.left_out == ["divided: a split needs at least two engines"]
+    assert "Left out: divided: a split needs at least two engines." in found.verdict(0.99)
+    with pytest.raises(ConfigError, match="a split needs at least two engines: allow more"):
         size({"divided": (divided, 0, 1)}, [(0, load)], {"e2e": 60.0}, 0.99)
+
+
+def test_the_command_says_what_does_not_fit_and_what_stores_it_assumed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimated = roofline.estimated_condition
+
+    def lacking(model: Model, cards: Sequence[Card], workload: Workload) -> tuple[Condition, Estimate]:
+        if len(cards) == 1:
+            raise ConfigError("the model does not fit")
+        return estimated(model, cards, workload)
+
+    monkeypatch.setattr(roofline, "estimated_condition", lacking)
+    load = ["--workload", "rate=40,requests=9", "--slo", "ttft=1s", "--seeds", "1", "--compare", "tier=none,host:1GB"]
+    command = [*COMMAND[:5], *load]
+    assert main(command) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Left out: engines of 1 card: the model does not fit." in told
+    assert "host moves 47 GB/s after 1 ms, as it was measured on an H200" in told
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["left_out"][0] == "engines of 1 card: the model does not fit"
+    assert "host moves 47 GB/s" in found["basis"]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +143,7 @@ def test_a_split_keeps_its_ratio_with_other_numbers_of_engines() -> None:
         (["--slo", "ttft=1s", "--record", "steps.jsonl"], "give one"),
         (["--slo", "ttft=1s", "--requests", "8"], "requests is 8: --workload has its own requests"),
         (["--slo", "ttft=1s", "--write", "plan.toml"], "write is plan.toml"),
+        (["--slo", "ttft=1s", "--most-replicas", "2"], "most_replicas is 2: with --roofline the cards of --hardware"),
     ],
 )
 def test_wrong_input_is_refused_in_a_line(

@@ -71,6 +71,8 @@ class PlanCommand:
 
             names = (field.name for field in dataclasses.fields(Asked))
             refuse(self, PlanCommand, ("requests", "input", "output", "write"), "--workload has its own requests")
+            if self.roofline:
+                refuse(self, PlanCommand, ("most_replicas",), "with --roofline the cards of --hardware are the limit")
             return plan_engines(Asked(**{name: getattr(self, name) for name in names}))
         unused = ("slo", "good", "record", "roofline", "most_replicas", "compare", "seeds")
         refuse(self, PlanCommand, unused, "it counts with --workload alone")

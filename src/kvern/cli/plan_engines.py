@@ -51,16 +51,20 @@ def plan_engines(command: Asked) -> int:
     """Prints the choice with what limits it and what came next; returns the exit code. Raises KvernError."""
     from kvern.simulate.report import read_slo
     from kvern.simulate.sizing import size
+    from kvern.simulate.tier_options import told
 
     slo = read_slo(command.slo)
     if not slo:
         raise ConfigError("workload needs limits that answers are to keep to: give --slo, like ttft=500ms,itl=20ms")
     if not 0 < command.good <= 1:
         raise ConfigError(f"good is {command.good:g}: it must be a share above 0, and at most 1")
-    engines, basis = _engines(command)
+    engines, basis, lacking = _engines(command)
     engines = _alternatives(engines, command.compare)
+    stores = dict.fromkeys(line for condition, _, _ in engines.values() for line in told(condition.sizes))
+    basis = "; ".join((basis, *stores))
     loads = [(seed, loaded(command.workload, seed)) for seed in range(command.seeds)]
     found = size(engines, loads, slo, command.good)
+    found = msgspec.structs.replace(found, left_out=[*lacking, *found.left_out])
     if command.json:
         sys.stdout.write(json.dumps({"basis": basis, **msgspec.to_builtins(found)}, indent=1) + "\n")
         return 0
@@ -103,7 +107,7 @@ def _row(sized: Sized) -> list[str]:
     figures = [f"{sized.mean(name):,.1f}" for name in SHOWN]
     cards = str(sized.cards or "")
     return [
-        f"{sized.replicas} x {sized.engine}",
+        sized.name,
         cards,
         f"{sized.good_share:.1%}",
         *figures,
@@ -111,15 +115,15 @@ def _row(sized: Sized) -> list[str]:
     ]
 
 
-def _engines(command: Asked) -> tuple[Engines, str]:
-    """Returns the engines that there may be: by name their condition, their cards, and how many."""
+def _engines(command: Asked) -> tuple[Engines, str, list[str]]:
+    """Returns the engines that there may be, what their steps' costs are based on, and what the model does not fit."""
     if (command.record is None) == (not command.roofline):
         raise ConfigError("workload is simulated with --record FILE of kvern bench steps, or with --roofline: give one")
     if command.record is not None:
         refuse(command, Asked, ("load_format", "quantization", "dtype"), "--record says what its steps were of")
         condition, basis, hardware = recorded(command.record, command.model, command.hardware)
         counted = re.match(r"(\d+)x ", hardware)  # a CPU has none
-        return {hardware: (condition, int(counted[1]) if counted else 0, command.most_replicas)}, basis
+        return {hardware: (condition, int(counted[1]) if counted else 0, command.most_replicas)}, basis, []
     from kvern.config import EngineConfig
     from kvern.planning.estimate import Workload
     from kvern.planning.hardware import names_of, parse_hardware, this_machine
@@ -129,15 +133,15 @@ def _engines(command: Asked) -> tuple[Engines, str]:
     model, config = described(command.model, config)
     cards = this_machine(config, model.dtype) if command.hardware is None else parse_hardware(command.hardware)
     engines: Engines = {}
-    reasons = []
+    reasons: dict[str, str] = {}
     for count in (number for number in range(1, len(cards) + 1) if len(cards) % number == 0):
         try:
             condition, best = estimated_condition(model, cards[:count], Workload())
         except ConfigError as error:
-            reasons.append(str(error))
+            reasons[f"engines of {count} card{'s' * (count > 1)}"] = str(error)
             continue
         engines[f"{cards[0].name} ({best.split})"] = condition, count, len(cards) // count
     if not engines:
-        raise ConfigError(reasons[0])
+        raise ConfigError(next(iter(reasons.values())))
     told = f"estimates: {command.model} on {names_of(cards)}", "no step of it was measured"
-    return engines, "; ".join((*told, *left_out(model)))
+    return engines, "; ".join((*told, *left_out(model))), [f"{name}: {why}" for name, why in reasons.items()]

@@ -236,10 +236,15 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
     base, others = _solve(trained, knots)
     nothing = Residuals((), ((1.0,),), (0.0,))
     found = StepFit(knots, base, others, nothing, nothing, Errors(), len(samples))
-    decodes = _residuals(found, [sample for sample in samples if not sample.work.load.prompt])
-    prompts = _residuals(found, [sample for sample in samples if sample.work.load.prompt])
-    kept = msgspec.structs.replace(found, decodes=decodes or prompts, prompts=prompts or decodes)
-    return msgspec.structs.replace(kept, errors=errors_of(FittedPrice(kept, None), windows[::HELD_OUT]))
+    errors = errors_of(FittedPrice(_with_residuals(found, trained), None), windows[::HELD_OUT])
+    return msgspec.structs.replace(_with_residuals(found, samples), errors=errors)
+
+
+def _with_residuals(fit: StepFit, samples: Sequence[StepSample]) -> StepFit:
+    """Returns a fit with what it leaves over of steps."""
+    decodes = _residuals(fit, [sample for sample in samples if not sample.work.load.prompt])
+    prompts = _residuals(fit, [sample for sample in samples if sample.work.load.prompt])
+    return msgspec.structs.replace(fit, decodes=decodes or prompts, prompts=prompts or decodes)
 
 
 def errors_of(price: FittedPrice, windows: Sequence[Sequence[StepSample]]) -> Errors:

@@ -20,9 +20,9 @@ def left_out(model: Model) -> list[str]:
     """Returns what a model's layers do that a simulation does not, in words."""
     found = []
     if any(item.window for item in model.spec.attentions):
-        found.append("its windows shorten steps, and blocks behind them are not freed")
+        found.append("left out: a server frees the blocks behind its windows, and here they stay taken")
     if model.spec.recurrent:
-        found.append("its states take time and memory, and prefixes are cached as if there were none")
+        found.append("left out: a server finds prefixes only where it kept a state, and here it finds all")
     return found
 
 

@@ -16,12 +16,22 @@ WORDS = {"ttft": "the first token comes too late", "itl": "tokens come too slowl
 
 
 class Sized(msgspec.Struct, frozen=True):
-    """A number of engines of some cards each, with the figures of its runs."""
+    """A number of engines of some cards each, with the figures of its runs.
+
+    `split`: how many of them compute long prompts and how many answer; None: all do both.
+    """
 
     engine: str
     replicas: int
     cards: int
     runs: Runs
+    split: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """The engines in words."""
+        divided = "" if self.split is None else f" ({self.split[0]}+{self.split[1]})"
+        return f"{self.replicas} x {self.engine}{divided}"
 
     @property
     def good_share(self) -> float:
@@ -43,12 +53,14 @@ class Sizing(msgspec.Struct, frozen=True):
     """The choice, and what one engine fewer would do.
 
     `others`: the fewest engines of each other kind, the best first; `short`: the most of those that never suffice.
+    `left_out`: what was not run, with the reason.
     """
 
     chosen: Sized
     fewer: Sized | None
     others: list[Sized]
     short: list[Sized]
+    left_out: list[str]
 
     def verdict(self, wanted: float) -> list[str]:
         """Returns lines that say what was chosen, what limits, and what came next."""
@@ -68,11 +80,11 @@ class Sizing(msgspec.Struct, frozen=True):
         for most in self.short:
             late = most.mean(f"late_{most.limit}")
             lines.append(f"Not even {_named(most)} suffice: {most.good_share:.1%}; for {late:.1%} {WORDS[most.limit]}.")
-        return lines
+        return [*lines, *(f"Left out: {each}." for each in self.left_out)]
 
 
 def _named(sized: Sized) -> str:
-    return f"{sized.replicas} x {sized.engine}" + (f", cards in all: {sized.cards}" if sized.cards else "")
+    return sized.name + (f", cards in all: {sized.cards}" if sized.cards else "")
 
 
 def size(
@@ -94,16 +106,18 @@ def size(
             condition, cards, _ = engines[name]
             several = _several(condition, replicas)
             runs = [run_once(several, load, seed, slo) for seed, load in loads]
-            seen[name, replicas] = Sized(name, replicas, cards * replicas, runs)
+            seen[name, replicas] = Sized(name, replicas, cards * replicas, runs, several.split)
         return seen[name, replicas]
 
     def suffices(name: str, replicas: int) -> bool:
         return run(name, replicas).good_share >= wanted
 
     short: list[Sized] = []
+    left_out: list[str] = []
     for name, (condition, _, most) in engines.items():
         first = 1 if condition.split is None else 2
         if most < first:
+            left_out.append(f"{name}: a split needs at least two engines")
             continue
         fewest = least(partial(suffices, name), most, first)
         (short if fewest is None else found).append(run(name, most if fewest is None else fewest))
@@ -119,7 +133,7 @@ def size(
     chosen = found[0]
     first = 1 if engines[chosen.engine][0].split is None else 2
     fewer = run(chosen.engine, chosen.replicas - 1) if chosen.replicas > first else None
-    return Sizing(chosen, fewer, found[1:], short)
+    return Sizing(chosen, fewer, found[1:], short, left_out)
 
 
 def _several(condition: Condition, replicas: int) -> Condition:
