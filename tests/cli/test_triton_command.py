@@ -19,7 +19,11 @@ def test_a_model_that_starts_kvern(tmp_path: Path) -> None:
         command
         == f"{shlex.quote(sys.executable)} -m kvern serve a/kvern-1m --max-model-len 64 --served-model-name 'my model'"
     )
-    compile((tmp_path / "here/models/m/1/model.py").read_text(), "model.py", "exec")
+    files = {path.name: path.read_text() for path in (tmp_path / "here/models/m/1").iterdir()}
+    assert files.keys() == {"model.py", "kvern_model.py"}
+    assert len(files["model.py"].splitlines()) < 200, "a user reads it"
+    for name, text in files.items():
+        compile(text, name, "exec")
 
 
 def test_a_model_that_is_a_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,12 +98,12 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         setattr(utils, name, value)
     monkeypatch.setitem(sys.modules, utils.__name__, utils)
     found = {}
-    for name in ("model", "text_step", "tokens_model"):
+    for name in ("kvern_model", "model", "text_step", "tokens_model"):
         monkeypatch.delitem(sys.modules, f"kvern.triton_repository.{name}", raising=False)
         found[name] = importlib.import_module(f"kvern.triton_repository.{name}")
         monkeypatch.delitem(sys.modules, found[name].__name__)  # at the end nothing of it stays
-        monkeypatch.setitem(sys.modules, "kvern_model", found["model"])
-    monkeypatch.setattr(found["model"], "METRIC_SECONDS", 0.01)
+        monkeypatch.setitem(sys.modules, "kvern_model", found["kvern_model"])
+    monkeypatch.setattr(found["kvern_model"], "METRIC_SECONDS", 0.01)
     return found
 
 
@@ -151,27 +151,57 @@ def test_a_request_without_news_is_cancelled(modules: dict[str, Any], tmp_path: 
         assert asked.sender.sent.get(timeout=PATIENCE).error.code == "CANCELLED"
 
 
-def test_each_request_is_asked_about_in_its_turn(modules: dict[str, Any], tmp_path: Path) -> None:
+def test_each_request_is_asked_about_in_its_turn(modules: dict[str, Any]) -> None:
     """However many have ended meanwhile, and also if there are more than can be asked about in a second."""
-    module = modules["model"]
+    module = modules["kvern_model"]
+    questions = module.Questions()
     asked: list[int] = []
 
-    def request(number: int, ended: bool = False) -> Any:
-        found = module.Request(None, Asked({}))
-        found.ended = ended
-        found.sender = SimpleNamespace(is_cancelled=lambda: asked.append(number))
-        return found
+    def request(number: int) -> Any:
+        sender = SimpleNamespace(is_cancelled=lambda: asked.append(number))
+        return SimpleNamespace(ended=False, sender=sender)
 
-    with kvern(tmp_path, cut({})) as path, loaded(module, path) as model:
-        model._asking = [request(0, ended=True) for _ in range(1000)]
-        model._requests = {request(number): None for number in (1, 2)}
-        model._look_for_cancelled(1.01 * module.CANCEL_SECONDS)
-        assert sorted(asked) == [1, 2]
-        model._requests = {request(number): None for number in range(10_000)}
-        asked.clear()
-        model._look_for_cancelled(0.1)
-        assert len(set(asked)) == len(asked) == module.MOST_QUESTIONS // 10
-        model._requests = {}
+    first = [request(0) for _ in range(1000)]
+    questions.ask(first, 1.01 / module.MOST_QUESTIONS)
+    assert asked == [0]
+    for item in first:
+        item.ended = True
+    asked.clear()
+    few = [request(number) for number in (1, 2, 3)]
+    for _ in range(4):
+        questions.ask(few, 0.5001 * module.CANCEL_SECONDS)
+    assert sorted(asked[:3]) == sorted(asked[3:]) == [1, 2, 3], "when all have been asked about, it begins again"
+    for item in few:
+        item.ended = True
+    questions.ask(few, 100 * module.CANCEL_SECONDS)  # there is nothing to ask about, and it ends
+    asked.clear()
+    questions.ask([request(number) for number in range(10_000)], 0.1)
+    assert len(set(asked)) == len(asked) == module.MOST_QUESTIONS // 10
+
+
+def test_after_a_rest_pieces_are_sent_at_once(modules: dict[str, Any]) -> None:
+    module = modules["kvern_model"]
+    pace = module.Pace()
+    now = 1000.0
+    pace.tick(now)
+    assert not pace.is_fast
+    for _ in range(40):  # a second with twice the pieces that become responses one by one
+        pace.count(int(2 * module.MOST_RESPONSES * module.TICK))
+        now += module.TICK
+        assert pace.following(64) == pytest.approx(now - module.TICK + 64 / module.MOST_RESPONSES)
+        assert pace.tick(now) == pytest.approx(module.TICK)
+    assert pace.is_fast
+    pace.tick(now + 0.001)
+    assert pace.is_fast, "a tick without a piece is no rest"
+    assert pace.following(0) < now + 10
+    assert pace.tick(now + 10) > 9
+    assert not pace.is_fast
+    pace.count(3)
+    pace.tick(now + 10.001)
+    assert not pace.is_fast, "a few pieces at once are no rate"
+    assert [pace.following(count) - now - 10.001 for count in (1, 10**6)] == pytest.approx(
+        [module.TICK, module.LONGEST_TICK]
+    )
 
 
 def test_a_model_is_ready_while_kvern_takes_requests(modules: dict[str, Any], tmp_path: Path) -> None:
@@ -212,8 +242,8 @@ def test_metrics_and_questions_that_fail_end_nothing(
 )
 def test_counts_of_answers(modules: dict[str, Any], inputs: dict[str, Any], said: str | None) -> None:
     text = json.dumps(inputs).encode()
-    request = modules["model"].Request(None, Asked({"text_input": [b"a"], "sampling_parameters": [text]}))
-    with contextlib.nullcontext() if said is None else pytest.raises(modules["model"].Refused, match=said):
+    request = modules["model"].TextRequest(None, Asked({"text_input": [b"a"], "sampling_parameters": [text]}))
+    with contextlib.nullcontext() if said is None else pytest.raises(modules["kvern_model"].Refused, match=said):
         _, body = request.question()
         assert request.count == (body["n"] or 1) and isinstance(request.count, int)
 
@@ -224,7 +254,7 @@ def test_a_body_that_cannot_be_written_is_refused(modules: dict[str, Any], tmp_p
         deep = [deep]
     model = modules["model"]
 
-    class Deep(model.Request):  # type: ignore[misc, name-defined]
+    class Deep(model.TextRequest):  # type: ignore[misc, name-defined]
         def question(self) -> Any:
             return "/v1/completions", {"prompt": deep}
 
@@ -271,14 +301,16 @@ def test_seeds_and_beams_of_token_requests(modules: dict[str, Any]) -> None:
     seeds = {5: 5, 2**63 - 1: 2**63 - 1, 2**63: -(2**63), 2**64 - 2: -2, 2**64 - 1: -2}
     assert {seed: body(random_seed=[[seed]])["seed"] for seed in seeds} == seeds
     assert "seed" not in body()
-    with pytest.raises(modules["model"].Refused, match="beam_width is 0: it must be a whole number of at least 1"):
+    with pytest.raises(
+        modules["kvern_model"].Refused, match="beam_width is 0: it must be a whole number of at least 1"
+    ):
         body(beam_width=[[0]])
 
 
 def test_unloading_ends_whatever_hangs(
     modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules["model"], "LAST_SECONDS", 0)
+    monkeypatch.setattr(modules["kvern_model"], "LAST_SECONDS", 0)
     done: list[str] = []
 
     class Hanging:

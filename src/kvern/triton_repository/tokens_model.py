@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from kvern_model import Refused, Request, whole
-from kvern_model import TritonPythonModel as TextModel
+from kvern_model import TritonPythonModel as KvernModel
 
 FIELDS = {
     "temperature": ("FP32", "temperature"),
@@ -34,7 +34,6 @@ class TokensRequest(Request):
             raise Refused(f"input_lengths is {length}: it must be 1 to the {len(ids)} of input_ids")
         given = {ours: self.value(name) for name, (_, ours) in FIELDS.items()}
         body = {ours: value for ours, value in given.items() if value is not None}
-        self.streams = bool(self.value("streaming", False))
         if (seed := body.get("seed", 0)) >= 1 << 63:  # kvern's seeds have a sign, and -1 is a random one
             body["seed"] = min(seed - (1 << 64), -2)
         self.count = whole("beam_width", self.value("beam_width", 1))
@@ -49,7 +48,7 @@ class TokensRequest(Request):
         if self.value("return_log_probs", False):
             body["logprobs"] = 0
         self._wants_logprobs = "logprobs" in body
-        body |= {"prompt": ids[:length], "stream": self.streams, "return_token_ids": True}
+        body |= {"prompt": ids[:length], "stream": bool(self.value("streaming", False)), "return_token_ids": True}
         return "/v1/completions", body
 
     def outputs(self, news: Sequence[dict[str, Any]]) -> Any:
@@ -73,7 +72,7 @@ class TokensRequest(Request):
             yield "cum_log_probs", "FP32", [[self.logprobs[index] for index in range(self.count)]]
 
 
-class TritonPythonModel(TextModel):
+class TritonPythonModel(KvernModel):
     """The model with the inputs and outputs of `tensorrt_llm`, and the text beside the ids."""
 
     INPUTS: ClassVar = {

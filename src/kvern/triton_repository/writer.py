@@ -84,7 +84,8 @@ def ensemble_config() -> str:
 
 def like_vllm(name: str, parameters: Mapping[str, str]) -> dict[str, str]:
     """Returns the files of one model by their paths: texts and conversations, as Triton's vLLM backend has them."""
-    return {f"{name}/config.pbtxt": config(parameters), f"{name}/1/model.py": _text("model.py")}
+    files = {f"{name}/1/{file}": _text(file) for file in ("model.py", "kvern_model.py")}
+    return {f"{name}/config.pbtxt": config(parameters), **files}
 
 
 def like_tensorrtllm(name: str, parameters: Mapping[str, str]) -> dict[str, str]:
@@ -99,7 +100,7 @@ def like_tensorrtllm(name: str, parameters: Mapping[str, str]) -> dict[str, str]
     found["tensorrt_llm/config.pbtxt"] = config(parameters)
     found["tensorrt_llm/1/model.py"] = _text("tokens_model.py")
     for step in STEPS:
-        found[f"{step}/1/kvern_model.py"] = _text("model.py")
+        found[f"{step}/1/kvern_model.py"] = _text("kvern_model.py")
     return found
 
 
