@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvern.cache.messages import Part
-from kvern.cache.shared_prompt import SharedPrompt
+from kvern.cache.shared_prompt import OtherSaves, SharedPrompt
 
 KEYS = [bytes([number]) for number in range(10)]
 
@@ -40,6 +40,6 @@ def test_tokens_behind_a_gap_are_lacking(lacking: list[tuple[int, Part]], tokens
     awaited = deque((key, Part.BLOCKS) for key in KEYS)
     awaited += [(KEYS[-1], Part.WINDOWS), (KEYS[-1], Part.STATE)]
     tier: Any = Told({(KEYS[number], part) for number, part in lacking})
-    shared = SharedPrompt(tier, KEYS, awaited, 64, lambda key, part: False, lambda: None)
+    shared = SharedPrompt(OtherSaves(tier), KEYS, awaited, 64, lambda key, part: False, lambda: None)
     assert shared.lacking_tokens == 640, "nothing is known yet"
     assert shared.has_ended() and shared.lacking_tokens == tokens

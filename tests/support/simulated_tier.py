@@ -54,6 +54,9 @@ class SimulatedTier:
     def is_saving(self, key: bytes, part: Part) -> bool:
         return False
 
+    def others_saved(self) -> int:
+        return 1 << 62
+
     def pays(
         self,
         pages: Sequence[tuple[bytes, Part]],

@@ -43,6 +43,8 @@ class WindowMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
 
 
 NO_STATE = -1
+ALL_STEPS = 1 << 62
+"""The number of a step behind all others."""
 
 
 class StateMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
@@ -113,7 +115,8 @@ class PageLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
     """Pages to be saved before a step changes a block, pages to be loaded, and loads that need no more reports.
 
-    `written` are pages that the step itself writes, to be saved once it has.
+    `written` are pages that the step itself writes, to be saved once it has. If `awaited`, other ranks tell when they
+    have saved theirs.
     A step that computes something also tells of which blocks that were loaded a draft model has keys now, `drafted`,
     and of which it has not, `undrafted`.
     """
@@ -126,6 +129,7 @@ class TierMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
     drafted: list[int] = msgspec.field(default_factory=list)
     undrafted: list[int] = msgspec.field(default_factory=list)
     written: list[PageSave] = msgspec.field(default_factory=list)
+    awaited: bool = False
 
 
 class EncodingStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -175,6 +179,9 @@ class TierIndex(Protocol):
 
     def is_saving(self, key: bytes, part: Part) -> bool:
         """Returns whether a part that was to be saved is on its way to a store."""
+
+    def others_saved(self) -> int:
+        """Returns the step of the last message, of those that are awaited, whose pages all other ranks have saved."""
 
     def pays(
         self,

@@ -1,10 +1,36 @@
 """A prompt that was computed for other engines, which read its pages from a store."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvern.cache.messages import Part, TierIndex
+from kvern.cache.messages import PageSave, Part, TierIndex
+
+
+class OtherSaves:
+    """The pages of which other ranks may still be saving their parts, by the steps that they were told with."""
+
+    def __init__(self, tier: TierIndex) -> None:
+        self.is_noted = False
+        """There have been prompts for other engines."""
+        self.tier = tier
+        self._steps: dict[bytes, int] = {}
+
+    def note(self, step: int, saves: Iterable[PageSave]) -> None:
+        """The message of a step tells of these pages."""
+        if self.is_noted:
+            self._forget_saved()
+            self._steps |= dict.fromkeys((save.key for save in saves), step)
+
+    def has_any(self, keys: Iterable[bytes]) -> bool:
+        """True if some of these pages are not there yet."""
+        self._forget_saved()
+        return any(key in self._steps for key in keys)
+
+    def _forget_saved(self) -> None:
+        if self._steps:
+            last = self.tier.others_saved()
+            self._steps = {key: step for key, step in self._steps.items() if step > last}
 
 
 @dataclass(eq=False)
@@ -15,7 +41,7 @@ class SharedPrompt:
     others may have taken their place in the store. That is tried once: a store may be too small for the prompt.
     """
 
-    tier: TierIndex
+    others: OtherSaves
     keys: Sequence[bytes]
     """The names of all its pages, in order."""
     awaited: deque[tuple[bytes, Part]]
@@ -29,7 +55,7 @@ class SharedPrompt:
         """Returns whether nothing is awaited any more."""
         while self.awaited:
             key, part = self.awaited[0]
-            if self.tier.source(key, part) is None:
+            if self.others.tier.source(key, part) is None:
                 if self._comes(key, part):
                     return False
                 if not self._was_saved_again:
@@ -38,12 +64,12 @@ class SharedPrompt:
                     continue
                 self._lacking.append((key, part))
             self.awaited.popleft()
-        return True
+        return not self.others.has_any(self.keys)
 
     @property
     def arrives(self) -> bool:
-        """True if the page that is awaited next comes without another step."""
-        return bool(self.awaited) and self.tier.is_saving(*self.awaited[0])
+        """True if what is awaited next comes without another step."""
+        return not self.awaited or self.others.tier.is_saving(*self.awaited[0])
 
     @property
     def lacking_tokens(self) -> int:
@@ -55,4 +81,4 @@ class SharedPrompt:
         return self.page_tokens * (len(self.keys) - (first if has_state else 0))
 
     def _comes(self, key: bytes, part: Part) -> bool:
-        return self.is_planned(key, part) or self.tier.is_saving(key, part)
+        return self.is_planned(key, part) or self.others.tier.is_saving(key, part)

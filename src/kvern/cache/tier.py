@@ -31,7 +31,7 @@ from kvern.cache.extension import CacheExtension
 from kvern.cache.keys import block_keys, edges_of
 from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, TierIndex, TierMessage
 from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
-from kvern.cache.shared_prompt import SharedPrompt
+from kvern.cache.shared_prompt import OtherSaves, SharedPrompt
 from kvern.cache.states import StatePool
 from kvern.cache.tier_drafts import DraftTraffic
 from kvern.cache.tier_loads import KnownPrompt, LoadedPage, PendingLoad, left_by, loaded_page
@@ -77,6 +77,7 @@ class TierTraffic(CacheExtension):
         """Nodes of prompts for other engines that the step which is planned writes."""
         self._offered_states: dict[Node, None] = {}
         """Nodes that are written, and whose states may be written soon."""
+        self._others = OtherSaves(tier)
         self._drafts = DraftTraffic(page_blocks)
         self._saves: list[PageSave] = []
         self._sent: list[tuple[int, PageSave]] = []
@@ -110,8 +111,7 @@ class TierTraffic(CacheExtension):
         statistics.stores = self._tier.figures()
 
     def arrived(self, request: Request, contents: Sequence[int]) -> None:
-        prompt = self._prompt(request, contents)
-        question = self._tier.ask(self._parts(prompt))
+        question = self._tier.ask(self._parts(self._prompt(request, contents)))
         if question is not None:
             self._questions[request] = question
 
@@ -132,15 +132,17 @@ class TierTraffic(CacheExtension):
         polls = bool(self._loading) and self._completed >= output.step - 1
         if not (output.scheduled or self._saves or self._loads or polls):
             return None
-        message = TierMessage(self._saves, self._loads, self._ended, written=self._written(output.step))
-        self._sent += [(output.step, save) for save in (*message.saves, *message.written)]
+        written = self._written(output.step)
+        message = TierMessage(self._saves, self._loads, self._ended, written=written, awaited=self._others.is_noted)
+        self._sent += [(output.step, save) for save in (*message.saves, *written)]
+        self._others.note(output.step, (*message.saves, *written))
         if output.scheduled:
             self._drafts.tell(message)
         self._saves = []
         self._loads = []
         self._ended = []
-        is_needed = message.saves or message.loads or message.ended or message.undrafted or message.written
-        return message if is_needed or polls else None
+        is_needed = message.saves or message.loads or message.ended or message.undrafted or written or polls
+        return message if is_needed else None
 
     def publish(self, request: Request, index: int, node: Node, step: int) -> None:
         if (index + 1) % self._page_blocks == 0:
@@ -449,6 +451,7 @@ class TierTraffic(CacheExtension):
 
     def placed(self, request: Request) -> None:
         if request.spec.hands_over:
+            self._others.is_noted = True
             self._offer_again(request.nodes[self._ends])
         self._asked.discard(request)
         self._looks.pop(request, None)
@@ -481,10 +484,8 @@ class TierTraffic(CacheExtension):
         return load.waiting
 
     def _note(self, load: PendingLoad, count: int) -> None:
-        """Remember from where the first pages of a load have come, for all that waited for them.
-
-        A page gives the tokens from which no request could continue without it.
-        """
+        """Remember from where the first pages of a load have come: a page gives the tokens from which no request could
+        continue without it."""
         before = min(load.usable, load.known * self._block_size)
         pages = []
         for page in load.pages[:count]:
@@ -530,7 +531,7 @@ class TierTraffic(CacheExtension):
             kept = [self._tree.key(node) for node in cached() if states.copy_at(node) != NO_STATE]
             awaited += [(key, Part.STATE) for key in kept[-1:]]
         size = self._page_blocks * self._block_size
-        return SharedPrompt(self._tier, keys, awaited, size, self._is_planned, lambda: self._offer_again(cached()))
+        return SharedPrompt(self._others, keys, awaited, size, self._is_planned, lambda: self._offer_again(cached()))
 
     def _is_planned(self, key: bytes, part: Part) -> bool:
         """True if one of the next steps saves a part of a page, if it can."""
@@ -544,9 +545,8 @@ class TierTraffic(CacheExtension):
 
     def loads_beyond(self, capacity: int) -> bool:
         """See `CacheExtension`."""
-        held = (
-            chain(load.blocks if self._has_blocks else (), *load.windows.values()) for load in self._loading.values()
-        )
+        loads = self._loading.values()
+        held = (chain(load.blocks if self._has_blocks else (), *load.windows.values()) for load in loads)
         return any(block >= capacity for block in chain(*held))
 
     def resized(self, capacity: int) -> None:

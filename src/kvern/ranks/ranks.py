@@ -159,6 +159,11 @@ class Ranks:
         return ranks
 
     @property
+    def number(self) -> int:
+        """This process's number among those of all stages."""
+        return self.stage.index * self.size + self.rank
+
+    @property
     def processes(self) -> int:
         """Returns how many compute the model, those of all stages."""
         return self.sharing_experts * self.stage.count

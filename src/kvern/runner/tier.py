@@ -1,11 +1,11 @@
 """The tier of a rank: which pages its stores have, what they cost, and the copies to and from the KV cache."""
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, islice, takewhile
 
-from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, blocks_of_page
+from kvern.cache.messages import ALL_STEPS, NO_STATE, PageLoad, PageSave, Part, blocks_of_page
 from kvern.request.store_figures import StoreFigures, StorePrice
 from kvern.runner.page_groups import DRAFTS, STATES, HeadGroup, PageMover, Place
 from kvern.tiers.host import HostStore
@@ -56,6 +56,10 @@ class Tier:
         weakref.finalize(self, shelf.close)  # nobody tells of an engine's end
         self.computing: Seconds | None = None
         """The seconds in which the tokens of a prompt between two positions are computed; None: nobody knows."""
+        self.others: Callable[[], int] | None = None
+        """Returns what `others_saved` does; None: this rank is alone."""
+        self._awaited: deque[tuple[int, set[bytes]]] = deque()
+        """Steps, and what was on its way to stores after them."""
         self._mover = mover
         kinds = (kind for group in mover.groups for kind in (group.kind, *group.kinds))
         self._makers = {kind: page_names(identity, kind) for kind in kinds}
@@ -96,6 +100,26 @@ class Tier:
     def is_saving(self, key: bytes, part: Part) -> bool:
         """See `TierIndex`."""
         return any(self.shelf.is_saving(names) for names in self._names(key, part))
+
+    def others_saved(self) -> int:
+        """See `TierIndex`."""
+        return ALL_STEPS if self.others is None else self.others()
+
+    def await_saves(self, step: int) -> None:
+        """`saved` is to tell when the pages of a step, which has begun, are in stores."""
+        self._awaited.append((step, self.shelf.saving()))
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if `saved` has something left to tell."""
+        return bool(self._awaited)
+
+    def saved(self) -> int | None:
+        """Returns the last of the awaited steps whose pages are in stores, or not on their way any more."""
+        last = None
+        while self._awaited and self._awaited[0][1].isdisjoint(self.shelf.saving()):
+            last, _ = self._awaited.popleft()
+        return last
 
     def pays(
         self,

@@ -189,4 +189,4 @@ def _part(config: EngineConfig, ranks: Ranks) -> tuple[int, int]:
     """This rank's number among all that share an engine's memory, and how many these are."""
     if ranks.dp_attention is not None:
         return ranks.dp_attention.ranks.rank, config.ranks
-    return ranks.stage.index * ranks.size + ranks.rank, config.ranks
+    return ranks.number, config.ranks

@@ -6,7 +6,7 @@ Its threads end when they do, so that nothing but their answers says what was kn
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from kvern.cache.messages import Part, TierIndex
+from kvern.cache.messages import ALL_STEPS, Part, TierIndex
 from kvern.request.store_figures import StoreFigures, StorePrice
 
 Page = tuple[bytes, Part]
@@ -56,6 +56,10 @@ class NotedTier:
     def is_saving(self, key: bytes, part: Part) -> bool:
         """See `TierIndex`."""
         return bool(self._note(self._tier.is_saving(key, part)))
+
+    def others_saved(self) -> int:
+        """See `TierIndex`."""
+        return self._tier.others_saved()
 
     def pays(
         self,
@@ -112,6 +116,10 @@ class RepeatedTier:
     def is_saving(self, key: bytes, part: Part) -> bool:
         """See `TierIndex`."""
         return bool(next(self._answers, False))
+
+    def others_saved(self) -> int:
+        """See `TierIndex`: a replay has no other ranks."""
+        return ALL_STEPS
 
     def pays(
         self,

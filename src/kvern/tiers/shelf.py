@@ -563,6 +563,11 @@ class Shelf:
         with self._lock:
             return names.whole in self._saving or names.head in self._saving
 
+    def saving(self) -> set[bytes]:
+        """Returns the names of all pages that are on their way to stores."""
+        with self._lock:
+            return {*self._saving}
+
     @property
     def is_quiet(self) -> bool:
         """True if nothing is on its way to a store."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakMethod
 
 from kvern.adapters.peft import Adapter
 from kvern.config import EngineConfig
@@ -50,6 +51,11 @@ class RankedExecutor(Executor):
         """The findings of ranks about the newest weights."""
         self._measured: list[MeasuredStep] = []
         """The measurements of earlier stages."""
+        self._saved: dict[int, int] = {}
+        """The last step whose pages each other rank has saved."""
+        if tier is not None:
+            saved = WeakMethod(self._others_saved)  # the tier must not keep the ranks' processes alive
+            tier.others = lambda: method() if (method := saved()) else 0
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         self._announce(output)
@@ -158,8 +164,15 @@ class RankedExecutor(Executor):
         for said in self._others.watched()(self._others.come)():
             if isinstance(said, wire.FoundWeights) and said.version == self.weights.version:
                 self._found.append(said.found)
+            elif isinstance(said, wire.Saved):
+                self._saved[said.rank] = said.step
             elif isinstance(said, wire.Measured):
                 self._measured.append(MeasuredStep(said.step, said.seconds, is_whole=False))
+
+    def _others_saved(self) -> int:
+        """See `TierIndex`."""
+        self._hear()
+        return min(self._saved.values()) if len(self._saved) == self._ranks.processes - 1 else 0
 
     def measured(self) -> list[MeasuredStep]:
         if self._ranks.stage.count > 1:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import zmq
 
+from kvern.cache.messages import TierMessage
 from kvern.config import EngineConfig
 from kvern.drafting.models.choice import draft_folder
 from kvern.errors import KvernError
@@ -46,6 +47,8 @@ LOOK_SECONDS = 0.25
 """The interval at which a rank looks whether the first one lives."""
 READING_MILLISECONDS = 10
 """The interval at which it is seen whether new weights were read."""
+SAVING_MILLISECONDS = 1
+"""The interval at which it is seen whether pages that are awaited were saved."""
 LINGER_MILLISECONDS = 2000
 """So long the last words may take to reach the first rank."""
 
@@ -117,15 +120,21 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
     in_flight: deque[StepResult] = deque()
     executor = Executor(worker, rank.tier)  # of all but steps
     weights = executor.weights
+    tier = rank.tier
     while True:
-        while weights.is_busy:
+        while weights.is_busy or (tier is not None and tier.is_awaited):
             if (found := weights.answer()) is not None:
                 socket.send(wire.encode(wire.FoundWeights(weights.version, found)))
-            elif socket.poll(READING_MILLISECONDS):
+            elif tier is not None and (saved := tier.saved()) is not None:
+                socket.send(wire.encode(wire.Saved(rank.ranks.number, saved)))
+            elif socket.poll(READING_MILLISECONDS if weights.is_busy else SAVING_MILLISECONDS):
                 break
         match wire.decode_for_rank(socket.recv()):
             case wire.RunStep(output):
                 in_flight.append(execute(output))
+                message = output.message(TierMessage)
+                if tier is not None and message is not None and message.awaited:
+                    tier.await_saves(output.step)
                 if len(in_flight) >= rank.layout.depth:
                     in_flight.popleft().result()
                 for step, seconds in measured(rank):

@@ -134,7 +134,10 @@ class RankProcesses:
 
     def come(self) -> list[RankMessage]:
         """The messages of ranks since the last call, without waiting. Raises EngineDied if one has failed."""
-        found = [decode_for_first(socket.recv()) for socket in self._sockets if socket.poll(0)]
+        found = []
+        for socket in self._sockets:
+            while socket.poll(0):
+                found.append(decode_for_first(socket.recv()))
         if (failed := next((said for said in found if isinstance(said, Failed)), None)) is not None:
             self.end()
             raise EngineDied(f"{FAILED}a rank: {failed.reason}")

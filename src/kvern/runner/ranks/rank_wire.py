@@ -157,6 +157,13 @@ class Measured(RankMessage):
     seconds: dict[int, float]
 
 
+class Saved(RankMessage):
+    """A rank has saved the pages of all steps up to this one, as far as they are awaited."""
+
+    rank: int
+    step: int
+
+
 class IsHere(RankMessage):
     """The rank runs, and its messages arrive."""
 
@@ -197,5 +204,5 @@ decode_for_rank = msgspec.msgpack.Decoder(
     LoadWeights | TakeMemory | RunStep | TakeTurn | Call | PlaceExperts | AddAdapter | ReadWeights
 ).decode
 decode_for_first = msgspec.msgpack.Decoder(
-    IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | FoundWeights | Measured | Failed
+    IsHere | HasFiles | Found | HasRoom | IsReady | TurnTaken | FoundWeights | Measured | Saved | Failed
 ).decode
