@@ -114,7 +114,7 @@ class EngineConfig:
     themselves. On a CPU every engine can."""
     elastic_kv_cache: bool = False
     """Take and give back the memory of the KV cache in chunks while the engine runs: several models in one server agree
-    on it by themselves."""
+    on it by themselves, and one alone has all of it."""
     block_size: int = 16
     """Tokens in one block of the paged cache."""
     prefix_cache: bool = True

@@ -1,13 +1,15 @@
 """A KV cache whose memory comes and goes in chunks: answers stay, and the system gets the pages."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvern import LLM, SamplingParams
+from kvern import LLM, EngineConfig, SamplingParams
 from kvern.engine.core import EngineCore
+from kvern.serving.client import EngineClient
 
 PROMPTS = [[5 + number, *range(30, 90)] for number in range(6)]
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -34,8 +36,9 @@ def test_answers_stay_while_the_cache_changes_and_its_memory_goes(tiny_model: Pa
         core: Any = engine.core
         assert isinstance(core, EngineCore)
         memory, [pool] = core.scheduler.cache.memory, core.executor._worker.runner.pools
-        least = memory.chunks
+        least = engine.layout.least_chunks
         assert 0 < least * memory.chunk * 16 < 2048 and memory.most_chunks == 64
+        assert memory.chunks == 64, "nobody else wants the memory"
 
         def held() -> int:
             return resident(pool.data_ptr(), pool.nbytes)
@@ -60,3 +63,22 @@ def test_answers_stay_while_the_cache_changes_and_its_memory_goes(tiny_model: Pa
                 core.scheduler.check_integrity()
         assert [request.outputs[0].token_ids for request in requests] == expected
         assert core.scheduler.preemption_count, "requests had blocks of chunks that went"
+
+
+def test_a_server_of_one_model_has_all_of_its_cache(tiny_model: Path) -> None:
+    """Also after a sleep."""
+
+    async def run() -> None:
+        async with EngineClient(EngineConfig(str(tiny_model), **OPTIONS, elastic_kv_cache=True)) as client:
+            [replica] = client.replicas
+            for sleeps in (True, False):
+                news = asyncio.Event()
+                generation = await client.replicas.submit(PROMPTS[0], PARAMS, news=news)
+                async for _ in client.replicas.follow([generation], news):
+                    pass
+                assert replica.told_chunks == replica.supervisor.link.ready.most_chunks == 64
+                if sleeps:
+                    await client.sleep()
+                    await client.start()
+
+    asyncio.run(run())

@@ -118,12 +118,14 @@ def test_answers_are_those_of_a_fixed_cache_and_graphs_hold(options: dict[str, A
     with LLM(folder, **OPTIONS | options, elastic_kv_cache=True) as llm:
         core: Any = core_of(llm)
         runner: Any = worker_of(llm).runner
+        engine: Any = llm._engine
+        memory, least = core.scheduler.cache.memory, engine.layout.least_chunks
+        core.resize_cache(least)
         while core.idle():
             pass
         captured = [dict(graphs.captured) for graphs in runner._graphs]
         assert any(captured), "before the cache grew"
-        memory = core.scheduler.cache.memory
-        least, most = memory.chunks, memory.most_chunks
+        most = memory.most_chunks
         assert least < 3 < most
         addresses = [cache.data_ptr() for cache in runner.caches]
         for chunks in (most, least, 3, most):
@@ -139,7 +141,6 @@ def test_answers_are_those_of_a_fixed_cache_and_graphs_hold(options: dict[str, A
             assert core.statistics().cache_refused == most
             assert tokens(llm, PROMPTS[:4]) == expected[:4], "what was refused disturbs nobody"
         assert core.resize_cache(most)[0] == most and not core.statistics().cache_refused
-        engine: Any = llm._engine
         requests = [engine.add(str(number), prompt, PARAMS) for number, prompt in enumerate(PROMPTS)]
         steps = 0
         while engine.has_work:

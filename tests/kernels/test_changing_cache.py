@@ -44,7 +44,7 @@ def test_answers_stay_while_memory_comes_and_goes_and_is_refused(
     core = core_of(llm)
     assert isinstance(core, EngineCore)
     memory = core.scheduler.cache.memory
-    least = memory.chunks
+    least = engine_of(llm).layout.least_chunks
     for chunks in (memory.most_chunks, least + 1):
         assert core.resize_cache(chunks)[0] == chunks
         assert core.statistics().cache_refused == 0

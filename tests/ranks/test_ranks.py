@@ -87,16 +87,19 @@ def test_a_cache_that_changes_has_memory_for_one_sequence_and_addresses_for_the_
     plan = agree(found(ALL, ALL), elastic, SPEC)
     layout = lay_out([changing(64 * MIB, 100 * MIB), changing(48 * MIB, 90 * MIB, 8, 9 * MIB)], plan, elastic)
     assert layout.blocks == 90 * 64, "of the rank with the least"
-    assert layout.chunks == CacheChunks(88, 8, 9 * MIB), "of whole units"
+    assert layout.chunks == CacheChunks(88, 8, 9 * MIB, 48 * 64), "of whole units"
+    assert (layout.own_chunks, layout.most_chunks) == (34, 66), "alone it takes no more than its share"
     assert layout.least_chunks == 1 and layout.least_blocks == 88, "a sequence of 128 tokens"
     assert layout.certain_bytes == 9 * MIB + 88 * 16 * 1024
     small = lay_out([changing(2 * MIB, 100 * MIB)], plan, elastic)
     assert small.chunk == 8 and small.blocks == 8 * 256, "chunks are small where a model has little of its own"
     few = lay_out([changing(64 * MIB, 100 * MIB)], plan, replace(elastic, kv_cache_tokens=1000))
-    assert (few.blocks, few.chunk, few.least_chunks) == (64, 4, 2)
+    assert (few.blocks, few.chunk, few.least_chunks, few.own_chunks) == (64, 4, 2, 16)
     assert lay_out([changing(64 * MIB, 100 * MIB)], plan, elastic).kernels == plan.kernels
     fixed = lay_out([FreeMemory(MIB, 1024)], plan, elastic)
-    assert (fixed.chunk, fixed.unit, fixed.certain_bytes) == (0, 0, 0), "a GPU whose cache keeps its size"
+    assert (fixed.chunk, fixed.unit, fixed.certain_bytes, fixed.own_chunks) == (0, 0, 0, 0), (
+        "a GPU whose cache keeps its size"
+    )
 
 
 def test_what_a_model_has_of_its_own_bounds_its_sequences_in_whole_chunks() -> None:

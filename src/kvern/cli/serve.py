@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import tyro
 
 from kvern.config import DEFAULT_ADAPTERS, EngineConfig
-from kvern.errors import ConfigError
 from kvern.plugins import imported
 from kvern.server.config import ServerConfig
 from kvern.serving.child import EngineProcess
@@ -60,11 +59,6 @@ class ServeCommand:
         if self.server.models or self.server.models_dir is not None:
             read = imported("kvern.residency.options:one_or_several")
             engine, models = read(engine, self.server.models, self.server.models_dir)
-        if engine.elastic_kv_cache and not models:
-            raise ConfigError(
-                "elastic_kv_cache is on, and there is one model: its cache would stay as small as one sequence; leave "
-                "it out, or serve several models"
-            )
         if not models and not self.divided and engine.executor == "processes":
             engine = planned(engine)
         if signals:

@@ -41,6 +41,8 @@ class Engine:
         self.config = config
         self.folder = folder = model_folder(config)
         self.core, self.spec, self.layout = build_core(config, folder, self.startup, streams=streams)
+        if self.layout.chunk:
+            self.core.resize_cache(self.layout.own_chunks)
         with self.startup.stage("tokenizer"):
             self.tokenizer = Tokenizer(folder, config.chat_template_kwargs)
         self.inputs = InputProcessor(

@@ -110,11 +110,13 @@ class CacheChunks(msgspec.Struct, frozen=True):
     """A cache that changes while the engine runs: the memory of `blocks` blocks is taken and given back at once.
 
     `unit`, `fixed_bytes`: as of a GPU's `ChangingCache`, with the bytes of states; 0: it is in a CPU's memory.
+    `own`: the blocks within the engine's share of its GPU.
     """
 
     blocks: int
     unit: int = 0
     fixed_bytes: int = 0
+    own: int = 0
 
 
 class FreeMemory(msgspec.Struct, frozen=True):
@@ -203,10 +205,22 @@ class Layout(msgspec.Struct, frozen=True):
         return self.chunks.fixed_bytes + self.least_chunks * self.chunk_bytes
 
     @property
+    def most_chunks(self) -> int:
+        """The chunks of the largest cache; 0: the cache keeps its size."""
+        return -(-self.blocks // self.chunk) if self.chunk else 0
+
+    @property
+    def own_chunks(self) -> int:
+        """The chunks of a model that shares memory with no other: on a GPU those within its share."""
+        if self.chunks is None or not self.unit:
+            return self.most_chunks
+        return min(max(self.least_chunks, self.chunks.own // self.chunk), self.most_chunks)
+
+    @property
     def least_chunks(self) -> int:
         """The chunks that hold one sequence of `max_model_len`; all of them where layers have windows."""
         if self.window_tables:
-            return -(-self.blocks // self.chunk)
+            return self.most_chunks
         return math.ceil(math.ceil(self.max_model_len / self.block_size) / self.chunk)
 
     @property
@@ -366,7 +380,7 @@ def _changing(rooms: Sequence[FreeMemory], usable: int, state_bytes: int, config
     certain = own if config.max_model_len else own // chunk * chunk
     blocks = min(-(-blocks // unit) * unit, MOST_SMALL_CHUNKS * chunk)
     fixed = max(each.fixed_bytes for _, each in found)
-    return _Changing(blocks, min(certain * size, wanted), CacheChunks(chunk, unit, fixed + state_bytes))
+    return _Changing(blocks, min(certain * size, wanted), CacheChunks(chunk, unit, fixed + state_bytes, own))
 
 
 def _depth(plan: Plan, config: EngineConfig) -> int:

@@ -127,15 +127,14 @@ def ready_with(
     sizes = config.dp_attention_size, layout.blocks * layout.block_size * layout.token_bytes
     chunks = (0, 0, 0)
     if layout.chunk:
-        count = -(-layout.blocks // layout.chunk)
-        chunks = (layout.chunk_bytes, layout.least_chunks, count)
+        chunks = (layout.chunk_bytes, layout.least_chunks, layout.most_chunks)
     sleeps = core.sleeps and (layout.device == "cpu" or config.enable_sleep)
     tensor = "by heads" if config.kv_tier_heads and not layout.states else f"-tp {config.tensor_parallel_size}"
     ranks = f"{tensor} -pp {config.pipeline_parallel_size}"
     ready = wire.Ready(
         layout.max_model_len, layout.max_batch_requests, report, gpu, facts, cached, *sizes, *chunks, sleeps
     )
-    ready.gpu_bytes = layout.certain_bytes
+    ready.gpu_bytes, ready.own_chunks = layout.certain_bytes, layout.own_chunks
     ready.pages = f"{core.pages.hex()} ({ranks})" if core.pages else ""
     return ready
 

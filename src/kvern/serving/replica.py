@@ -44,7 +44,7 @@ class Siblings(Protocol):
     adapters: ClientAdapters
     weights: ClientWeights
     lost: Callable[[], None]
-    cache_changed: Callable[[], None]
+    cache_changed: Callable[[], None] | None
 
     @property
     def has_choice(self) -> bool:
@@ -217,7 +217,7 @@ class Replica:
             self.traces.hear(message)
         else:
             before, self._latest = self._latest, message.statistics
-            if _cache(before) != _cache(self._latest):
+            if self._siblings.cache_changed is not None and _cache(before) != _cache(self._latest):
                 self._siblings.cache_changed()
             self.metrics.step(message.statistics, message.seconds)
             if message.expert_tokens:
@@ -311,6 +311,8 @@ class Replica:
         elif (gpu := self.supervisor.link.ready.gpu) is not None:
             self.metrics.watch_gpu(gpu)
         self._asked_chunks = 0
+        if self._siblings.cache_changed is None and (own := self.supervisor.link.ready.own_chunks):
+            self.resize_cache(own)
         self.leave()  # what was before, whatever became of it
         self._siblings.loads.put(self._load)
         self.watch(self._siblings.has_choice)

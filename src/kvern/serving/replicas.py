@@ -82,8 +82,9 @@ class Replicas:
         """The engines have ended, or are about to, until `start`; requests wait for them."""
         self.lost: Callable[[], None] = lambda: None
         """Is called when an engine has ended in its sleep."""
-        self.cache_changed: Callable[[], None] = lambda: None
-        """Is called when an engine needs another size of its KV cache, or has it."""
+        self.cache_changed: Callable[[], None] | None = None
+        """Is called when an engine needs another size of its KV cache, or has it. None: no other model shares memory
+        with this one."""
         self.wake: Callable[[], Awaitable[None]] | None = None
         """Waits until resting engines take requests again. Raises EngineUnavailable. None: they never rest."""
         self._config = config

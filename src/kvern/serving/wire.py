@@ -160,6 +160,8 @@ class Ready(WireMessage):
     """The identity of its pages, with the division of each among ranks; empty if it has no tier."""
     gpu_bytes: int = 0
     """The bytes that it takes of each GPU with the least of a cache that changes; 0: it has no such cache there."""
+    own_chunks: int = 0
+    """The chunks that its KV cache has if the model shares memory with no other."""
 
     @property
     def least_cache_bytes(self) -> int:
