@@ -20,7 +20,7 @@ from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.formats.scaled import Rounding, rounded
 from kvern.models.loader import load_model
-from kvern.quantize import mixed, mixed_report
+from kvern.quantize import mixed, mixed_report, sensitivity
 from kvern.quantize.blocks import Walk
 from kvern.quantize.calibration import Calibration
 from kvern.quantize.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from kvern.quantize.job import make_method
 from kvern.quantize.mixed import PAGE_NAME, Budget, Mixture, plan_of
 from kvern.quantize.mixed_report import Choice, MixedReport, Unit, frontier, read_report
 from kvern.quantize.report_page import page
-from kvern.quantize.scheme import fit, int4
+from kvern.quantize.scheme import FP8, fit, int4
 from kvern.quantize.sensitivity import groups_of, measure
 from kvern.quantize.statistics import REPORT_NAME
 from tests.support.families import make_checkpoint
@@ -137,6 +137,20 @@ def test_every_matrix_belongs_to_one_unit(family: str, tmp_path: Path) -> None:
     assert together == {"phi3": 1, "deepseek_v3": 2}.get(family, 3)
     if "mlp.experts" in first:
         assert first["mlp.experts"] % 3 == 0
+
+
+def test_a_gpu_has_room_for_more_tokens_and_fewer_precisions_take_less(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint(model, CPU)
+    variants = len(checkpoint.spec.layers) * sensitivity.UNITS_A_LAYER
+    monkeypatch.setattr(sensitivity, "HIDDEN_BYTES", 300 * variants * len(sensitivity.SCHEMES) * 4 * 64)
+    assert sensitivity.tokens_for(checkpoint) == 300
+    assert sensitivity.tokens_for(checkpoint, (FP8,)) == 300 * len(sensitivity.SCHEMES)
+    card = SimpleNamespace(total_memory=4 * sensitivity.GPU_SHARE * sensitivity.HIDDEN_BYTES)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    checkpoint.device = torch.device("cuda")
+    assert sensitivity.tokens_for(checkpoint) == 1200
 
 
 def test_precisions_whose_groups_do_not_divide_are_left_out(measured: MixedReport) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import msgspec
 from kvern.bench.machine import hardware
 from kvern.config import OPTIONAL, EngineConfig
 from kvern.errors import ConfigError, shown, without_passwords
-from kvern.io.files import digest_of, open_regular, read_at, reason
+from kvern.io.files import READERS, digest_of, open_regular, read_at, reason
 from kvern.serving.places import seen_gpus
 from kvern.version import __version__
 
@@ -157,12 +158,14 @@ def device_names() -> list[str]:
 
 def contents_of(*paths: Path) -> list[str]:
     """Returns size, digest and name of each file of weights. Raises OSError."""
-    found = []
-    for path in sorted(paths):
-        if path.is_file() and not path.name.endswith(REPORTS):
-            with open_regular(path) as stream:
-                found.append(f"{path.stat().st_size} {digest_of(stream).hex()} {path.name}")
-    return found
+
+    def content(path: Path) -> str:
+        with open_regular(path) as stream:
+            return f"{path.stat().st_size} {digest_of(stream).hex()} {path.name}"
+
+    files = [path for path in sorted(paths) if path.is_file() and not path.name.endswith(REPORTS)]
+    with ThreadPoolExecutor(READERS) as threads:
+        return list(threads.map(content, files))
 
 
 def as_toml(bundle: Description, engine: Mapping[str, Any], comments: list[str]) -> bytes:

@@ -31,8 +31,8 @@ AT_ONCE = 64
 class Planned(msgspec.Struct):
     """A plan. `options`: the split, as options of the engine. `batch`: requests that decode at a time in an engine.
 
-    `smaller`: why weights must be quantized; empty: they need not. `lacks`: why plain weights cannot run. `seconds`:
-    the estimate of the workload on one engine; 0 without an estimate.
+    `smaller`: why weights must be quantized; empty: they need not. `formats`: those that they may have; empty: all.
+    `lacks`: why plain weights cannot run. `seconds`: the estimate of the workload on one engine; 0 without an estimate.
     """
 
     cards: str
@@ -48,6 +48,7 @@ class Planned(msgspec.Struct):
     verdict: str = ""
     lacks: str = ""
     smaller: str = ""
+    formats: list[str] = []
 
 
 def context_of(work: Work) -> tuple[int, int]:
@@ -95,13 +96,17 @@ class Plan:
         best = estimates[0]
         choice = verdict(estimates)
         smaller = reason(best, work.asked.target)
+        formats: list[str] = []
         if smaller and found.quantized is None:
             online = ONLINE[not cards[0].host]
-            others = estimated(replace(config, quantization=online), folder, load, work.asked.memory, cards)[0]
+            others, other, _ = estimated(replace(config, quantization=online), folder, load, work.asked.memory, cards)
             helps = (not others[0].lacks) if best.lacks else others[0].decode < best.decode
             if helps:
                 best = replace(others[0], lacks=best.lacks)
+                model = other
                 choice = verdict(others)
+                if cards[0].rate_8bit > cards[0].rate and not reason(others[0], work.asked.target):
+                    formats = [online]  # it is enough; 4 bits would be slower for many requests, and less accurate
             else:
                 smaller = ""
         memory = work.asked.memory
@@ -125,6 +130,7 @@ class Plan:
             verdict=choice,
             lacks=best.lacks,
             smaller=smaller,
+            formats=formats,
         )
 
     def stands(self, work: Work, result: Planned) -> bool:

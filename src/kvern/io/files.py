@@ -7,12 +7,15 @@ import hashlib
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from kvern.errors import CorruptCheckpoint
 
 MEBIBYTE = 1 << 20
+READERS = 8
+"""Files that are read at a time for their digests."""
 MOST_CONFIG_BYTES = 16 * MEBIBYTE
 """The limit of a JSON file or template in a model's folder; the largest in use, tokenizer_config.json, have a tenth."""
 
@@ -50,14 +53,17 @@ def read_at(stream: BinaryIO, begin: int, count: int) -> bytearray:
 
 
 def digest_of(*streams: BinaryIO) -> bytes:
-    """Returns a digest of 16 bytes of the content of files. Raises OSError or ValueError."""
-    digests = b""
-    for stream in streams:
-        state, size = hashlib.blake2b(digest_size=16), os.fstat(stream.fileno()).st_size
-        for begin in range(0, size, MEBIBYTE):
-            state.update(read_at(stream, begin, min(MEBIBYTE, size - begin)))
-        digests += state.digest()
+    """Returns a digest of 16 bytes of the content of files, which threads read. Raises OSError or ValueError."""
+    with ThreadPoolExecutor(READERS) as threads:
+        digests = b"".join(threads.map(_digest, streams))
     return hashlib.blake2b(digests, digest_size=16).digest()
+
+
+def _digest(stream: BinaryIO) -> bytes:
+    state, size = hashlib.blake2b(digest_size=16), os.fstat(stream.fileno()).st_size
+    for begin in range(0, size, MEBIBYTE):
+        state.update(read_at(stream, begin, min(MEBIBYTE, size - begin)))
+    return state.digest()
 
 
 def read_whole(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> bytes:

@@ -84,7 +84,9 @@ class Block:
         self.module = module
         self.prefix = f"model.layers.{index}"
         self.pieces: list[Piece] = checkpoint.of_layer(index)
-        self.tensors: dict[str, Tensor] = {piece.path: checkpoint.read(piece) for piece in self.pieces}
+        self.tensors: dict[str, Tensor] = {
+            piece.path: checkpoint.read(piece).to(checkpoint.device) for piece in self.pieces
+        }
         self.inputs: dict[str, Inputs] = {}
         self.load()
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ from kvern.quantize.job import Progress, Result, Settings, quantize
 from kvern.quantize.method import Method, Plan
 from kvern.quantize.mixed_report import PLAIN, SECTION, MixedReport
 from kvern.quantize.report_page import page
-from kvern.quantize.scheme import named
-from kvern.quantize.sensitivity import least_bits, log_probabilities, measure, tokens_for
+from kvern.quantize.scheme import Scheme, named
+from kvern.quantize.sensitivity import SCHEMES, least_bits, log_probabilities, measure, tokens_for
 from kvern.quantize.statistics import REPORT_NAME
 from kvern.quantize.writer import check_target, placing
 
@@ -85,7 +85,7 @@ class Budget:
 class Mixture:
     """Makes one: of `checkpoint`, with `calibration`, by `method` for the codes.
 
-    `settings` go into the report as they are.
+    `settings` go into the report as they are. `allowed`: the precisions that are measured.
     """
 
     def __init__(
@@ -94,9 +94,11 @@ class Mixture:
         calibration: Calibration,
         method: Method,
         settings: Mapping[str, Any] | None = None,
+        allowed: Sequence[Scheme] = SCHEMES,
     ) -> None:
         self.checkpoint, self.calibration = checkpoint, calibration
         self._method, self._settings = method, dict(settings or {})
+        self._allowed = allowed
         self._walk: Walk | None = None
         self._measuring = 0.0  # seconds
 
@@ -104,13 +106,13 @@ class Mixture:
     def rows(self) -> Tensor:
         """The rows of the calibration with which losses are measured."""
         rows = self.calibration.rows
-        return rows[: max(1, tokens_for(self.checkpoint) // rows.shape[1])]
+        return rows[: max(1, tokens_for(self.checkpoint, self._allowed) // rows.shape[1])]
 
     def measure(self, progress: Measuring = lambda done, layers: None) -> MixedReport:
         """Measures the loss of each precision of each unit; all choices are plain so far."""
         started = time.monotonic()
         self._walk = Walk(self.checkpoint, self.rows)
-        units = tuple(measure(self._walk, progress))
+        units = tuple(measure(self._walk, progress, self._allowed))
         self._measuring = time.monotonic() - started
         return MixedReport(
             model=self.checkpoint.folder.name,

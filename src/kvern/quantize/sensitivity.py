@@ -8,7 +8,7 @@ average.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -29,8 +29,8 @@ from kvern.quantize.watched import WatchedExperts, WatchedMethod
 
 SCHEMES = (FP8, INT8, *(int4(group) for group in GROUPS))
 """The precisions that are measured, and of which mixtures consist besides plain weights."""
-HIDDEN_BYTES = 4 << 30
-"""Limit of all variants' hidden states."""
+HIDDEN_BYTES, GPU_SHARE = 4 << 30, 4
+"""Limit of all variants' hidden states; on a GPU a part of its memory, one of so many, if that is more."""
 UNITS_A_LAYER = 4
 """The usual number of units in a layer."""
 MOST_TOKENS, LEAST_TOKENS = 4096, 256
@@ -60,8 +60,9 @@ class Group:
         return 8 * sum(scheme.stored_bytes(*_matrix(piece), scale_dtype) for piece in self.pieces)
 
 
-def groups_of(block: Block) -> Iterator[Group]:
-    """The units of a layer: each linear layer whose weights may be quantized, and all experts together."""
+def groups_of(block: Block, allowed: Sequence[Scheme] = SCHEMES) -> Iterator[Group]:
+    """The units of a layer: each linear layer whose weights may be quantized, and all experts together; with those of
+    the `allowed` precisions that fit."""
     pieces = {piece.path: piece for piece in block.pieces if piece.matrix in block.checkpoint.matrices}
     owner: WatchedMethod | WatchedExperts
     for name, module in block.module.named_modules():
@@ -75,7 +76,7 @@ def groups_of(block: Block) -> Iterator[Group]:
             continue
         members = tuple(piece for piece in found if piece is not None)
         if members:
-            schemes = tuple(item for item in SCHEMES if all(_fits(item, piece) for piece in members))
+            schemes = tuple(item for item in allowed if all(_fits(item, piece) for piece in members))
             yield Group(f"{block.prefix}.{name}", owner, members, schemes)
 
 
@@ -88,12 +89,15 @@ def _matrix(piece: Piece) -> tuple[int, int]:
     return outputs, inputs
 
 
-def tokens_for(checkpoint: Checkpoint) -> int:
-    """The number of tokens for the measurement, limited by the memory of the variants."""
+def tokens_for(checkpoint: Checkpoint, allowed: Sequence[Scheme] = SCHEMES) -> int:
+    """The number of tokens for the measurement of the `allowed` precisions, limited by the memory of the variants."""
     spec = checkpoint.spec
-    variants = len(spec.layers) * UNITS_A_LAYER * len(SCHEMES)
+    variants = len(spec.layers) * UNITS_A_LAYER * len(allowed)
     each = spec.hidden_size * checkpoint.dtype.itemsize
-    return max(LEAST_TOKENS, min(MOST_TOKENS, HIDDEN_BYTES // (variants * each)))
+    limit = HIDDEN_BYTES
+    if checkpoint.device.type == "cuda":
+        limit = max(limit, torch.cuda.get_device_properties(checkpoint.device).total_memory // GPU_SHARE)
+    return max(LEAST_TOKENS, min(MOST_TOKENS, limit // (variants * each)))
 
 
 def least_bits(checkpoint: Checkpoint) -> float:
@@ -121,8 +125,9 @@ def operations(checkpoint: Checkpoint, tokens: int) -> float:
 class Variants:
     """The hidden states `[N, L, hidden]` of the model with one unit in one precision, by the two's names."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Walk, allowed: Sequence[Scheme]) -> None:
         self.walk = walk
+        self._allowed = allowed
         self.hidden: dict[tuple[str, str], Tensor] = {}
         self.groups: list[Group] = []
         self._rounding = RoundToNearest()
@@ -132,7 +137,7 @@ class Variants:
         self.walk.observe(block)
         for key, hidden in self.hidden.items():
             self.hidden[key] = self.walk.through(block, hidden)
-        groups = list(groups_of(block))
+        groups = list(groups_of(block, self._allowed))
         self.groups += groups
         plain = dict(block.tensors)
         for group in groups:
@@ -153,9 +158,9 @@ class Variants:
         return made.plain().to(checkpoint.dtype)
 
 
-def measure(walk: Walk, progress: Progress) -> list[Unit]:
-    """The units of the model with the loss of each precision. `walk` is before the first layer."""
-    checkpoint, variants = walk.checkpoint, Variants(walk)
+def measure(walk: Walk, progress: Progress, allowed: Sequence[Scheme] = SCHEMES) -> list[Unit]:
+    """The units of the model with the loss of each `allowed` precision. `walk` is before the first layer."""
+    checkpoint, variants = walk.checkpoint, Variants(walk, allowed)
     for index in range(walk.layers):
         progress(index, walk.layers)
         variants.through(walk.block(index))
