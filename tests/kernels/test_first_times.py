@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import kvern.runner.decode_graphs
+import kvern.runner.fallback_check
 from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.drafting.device.device_draft_model import DeviceDraftModel
@@ -20,8 +21,10 @@ from kvern.drafting.device.draft_graphs import DraftGraphs, ModelSteps
 from kvern.drafting.device.head_graphs import HeadGraphs
 from kvern.drafting.proposer import takes_drafts
 from kvern.engine.factory import use_idle_time
+from kvern.kernels import activation, linear, norm
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_linear import TunedLinear
+from kvern.models.fallback import description
 from kvern.models.loader import read_config
 from kvern.models.registry import spec_from_config
 from kvern.request.sampling_params import StructuredOutput
@@ -95,6 +98,7 @@ FAMILIES = (
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded by Triton's interpreter")
 
+ALIGNED_HEADS = {"gpt2": {"n_embd": 64}, "mimo_v2_flash": {}, "vaultgemma": {}}
 UNQUANTIZED = TunedLinear(torch.device("meta"), "auto")
 
 
@@ -195,6 +199,31 @@ def test_what_is_launched_was_launched_at_start(
     attention = {"_prefill_attention_kernel", "_prefix_attention_kernel"}
     assert names >= {"_sample_chunk_kernel"} | ({"_join_latents_kernel"} if family in LATENT else attention)
     missing = [f"{name} {form}" for name, form in launched if (name, form) not in known]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["apertus", "gpt2", "mimo_v2_flash", "vaultgemma"])
+def test_attention_and_sampling_of_models_of_transformers_are_compiled_at_start(
+    family: str, tmp_path: Path, on_device: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their other parts run in the start's check, which compiles what they launch."""
+    folder = make_checkpoint(family, tmp_path / "model", **ALIGNED_HEADS.get(family, {"hidden_size": 64}))
+    options = OPTIONS | {"model_implementation": "transformers"}
+    monkeypatch.setattr(kvern.runner.decode_graphs, "LEAST_KEYS", 64)
+    monkeypatch.setattr(kvern.runner.fallback_check, "check_fallback", lambda *_: None)  # nothing is computed here
+    with recorded(monkeypatch) as launched:
+        llm = on_device(folder, **options)
+        monkeypatch.setattr(torch, "empty", zeroed(torch.empty))
+        monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
+        use_everything(llm, None)
+        take_graphs(llm)
+    model = Stored(description.describe(folder), LinearMethods(UNQUANTIZED))
+    known = recorded_at_start([(EngineConfig(str(folder), **options), torch.bfloat16, model, False)], monkeypatch)
+    names = {name for name, _ in launched}
+    assert names >= {"_sample_chunk_kernel", "_prefill_attention_kernel", "_prefix_attention_kernel"}
+    parts = {name for module in (activation, linear, norm) for name in vars(module) if name.endswith("_kernel")}
+    missing = [f"{name} {form}" for name, form in launched.keys() - known.keys() if name not in parts]
     assert not missing, "\n".join(missing)
 
 

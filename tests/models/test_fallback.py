@@ -22,6 +22,7 @@ from kvern.models.implementation import describe_model
 from kvern.models.loader import read_config
 from kvern.models.registry import is_described
 from kvern.runner.fallback_check import check_fallback, check_fallback_options
+from kvern.runner.memory import DeviceMemory
 from tests.support.fallback_families import FALLBACKS
 from tests.support.families import make_checkpoint, reference_greedy, reference_logits
 from tests.support.idle import is_idle
@@ -201,12 +202,14 @@ def test_options_that_are_of_kverns_own_layers_are_refused(
         LLM(str(apertus), **OPTIONS | options)
 
 
-def test_a_gpu_and_too_little_memory_are_refused(apertus: Path) -> None:
-    spec = description.describe(apertus)
-    with pytest.raises(ConfigError, match="device cuda does not go with apertus, which transformers computes"):
-        check_fallback_options(EngineConfig(), spec, torch.float32, torch.device("cuda"))
-    with pytest.raises(ConfigError, match=r"the weights take 4000000000.0 GB, and this machine has"):
-        check_fallback_options(EngineConfig(), replace(spec, parameters=10**18), torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize(("device", "owner"), [("cpu", "this machine"), ("cuda", "this GPU")])
+def test_too_little_memory_is_refused(device: str, owner: str, apertus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, memory = description.describe(apertus), DeviceMemory(torch.device("cpu"), None)
+    memory.device = torch.device(device)
+    monkeypatch.setattr(memory, "free_and_total", lambda: (8 << 30, 16 << 30))
+    check_fallback_options(EngineConfig(), spec, torch.float32, memory)
+    with pytest.raises(ConfigError, match=f"the weights take 4000000000.0 GB, and {owner} has"):
+        check_fallback_options(EngineConfig(), replace(spec, parameters=10**18), torch.float32, memory)
 
 
 @pytest.mark.parametrize("kind", ["missing", "unexpected", "mismatched"])

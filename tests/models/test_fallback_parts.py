@@ -172,7 +172,7 @@ def test_parts_that_raise_are_given_back(models: dict[str, Path], monkeypatch: p
     monkeypatch.undo()
     own = torch.arange(3, 20)
     with torch.inference_mode():
-        torch.testing.assert_close(decoder.own_logits(own), reference_logits(models["llama"], own.tolist()))
+        torch.testing.assert_close(decoder.plain_logits(own), reference_logits(models["llama"], own.tolist()))
 
 
 def test_the_head_is_given_back_too(models: dict[str, Path]) -> None:
@@ -196,7 +196,7 @@ def test_a_table_is_given_back(tmp_path: Path) -> None:
     assert isinstance(plain, nn.Embedding) and plain.padding_idx == table.padding_idx
     torch.testing.assert_close(plain(ids), wanted)
     with torch.inference_mode():
-        torch.testing.assert_close(decoder.own_logits(ids), reference_logits(folder, ids.tolist()))
+        torch.testing.assert_close(decoder.plain_logits(ids), reference_logits(folder, ids.tolist()))
 
 
 def test_limits_are_seen() -> None:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from kvern import LLM
 from kvern.request.weights import WeightSource
-from tests.support.internals import core_of
+from tests.support.internals import core_of, engine_of
 
 
 def change_weights(llm: LLM, version: str, path: Path, *, keep: bool = False) -> None:
@@ -17,7 +17,7 @@ def change_weights(llm: LLM, version: str, path: Path, *, keep: bool = False) ->
     while (found := core.weights_found()) is None:
         time.sleep(0.01)
     assert found.error is None, found.error
-    core.take_weights(version, keep)
+    engine_of(llm)._outputs.process(core.take_weights(version, keep))  # tokens of steps on their way
 
 
 def perturbed(folder: Path, name: str = "", spread: float = 0.2, seed: int = 5) -> dict[str, torch.Tensor]:

@@ -93,8 +93,59 @@ class LanguageModel(Protocol):
         """`WeightedModel.sinks`."""
 
 
+class DeviceLanguageModel(LanguageModel, Protocol):
+    """The interface of a model for steps whose batch lives on a device, and for their graphs.
+
+    captures  graphs can be captured of its steps: it never waits for the device
+    """
+
+    captures: bool
+
+    def __call__(
+        self,
+        token_ids: Tensor | EmbeddedTokens,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        adapters: StepAdapters = NO_ADAPTERS,
+        states: Any = None,
+        inputs: LayerInputs | None = None,
+    ) -> Tensor:
+        """`Decoder.forward`."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The description of the model."""
+
+    @property
+    def build(self) -> Build:
+        """`Decoder.build`."""
+
+    @property
+    def entry(self) -> Any:
+        """The module or function that makes of token ids what `run` begins with."""
+
+    @property
+    def lm_head(self) -> Any:
+        """The module that scores the vocabulary."""
+
+    def looked_up(self, token_ids: Tensor) -> Tensor | None:
+        """`Decoder.looked_up`."""
+
+    def run(self, hidden: Tensor, step: StepContext, looked_up: Tensor | None = None) -> Tensor:
+        """`Decoder.run`."""
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """`Decoder.own_logits`."""
+
+    def whole_logits(self, own: Tensor) -> Tensor:
+        """`Decoder.whole_logits`."""
+
+
 class Decoder(WeightedModel):
     """A language model. Raises UnsupportedModel for the specification of an encoder."""
+
+    captures = True
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         if spec.encoder is not None:

@@ -29,7 +29,7 @@ from kvern.kernels.batch import write_sampled
 from kvern.layers.rope import positions_alone
 from kvern.layers.stages import ReceivedRows
 from kvern.layers.step_context import NO_ADAPTERS, StepAdapters, StepContext
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import DeviceLanguageModel
 from kvern.request.step import NewRequest, ScheduledTokens
 from kvern.runner.device_sampling import sample_as_asked, sample_plain
 from kvern.runner.step_graphs import (
@@ -47,7 +47,7 @@ from kvern.runner.step_graphs import (
 class StageEnds:
     """The ends of the stage that `decoder` is, for steps of at most `most` rows."""
 
-    def __init__(self, decoder: Decoder, most: int) -> None:
+    def __init__(self, decoder: DeviceLanguageModel, most: int) -> None:
         self._entry, self._stage = decoder.entry, decoder.build.ranks.stage
         self._rows = self._entry.room(most).zero_() if isinstance(self._entry, ReceivedRows) else None
 

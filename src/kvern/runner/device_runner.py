@@ -29,7 +29,7 @@ from kvern.kernels import logprobs
 from kvern.kernels.batch import write_sampled
 from kvern.kernels.constraints import change
 from kvern.kernels.sampling import sample as sample_tokens
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import DeviceLanguageModel
 from kvern.ranks.stages import Stage
 from kvern.request.step import ScheduledTokens, SchedulerOutput, StepTooLarge
 from kvern.runner.device_sampling import sample_plain
@@ -98,7 +98,7 @@ def listed(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
     return found.best, found.best_ids
 
 
-class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemory]):
+class DeviceRunner(StepRunner[DeviceLanguageModel, DeviceBatch, DeviceRows, DeviceStateMemory]):
     """Holds the model, its rows and its KV cache on a device; `execute` starts one step."""
 
     def __init__(
@@ -149,7 +149,7 @@ class DeviceRunner(StepRunner[Decoder, DeviceBatch, DeviceRows, DeviceStateMemor
         """Take part in a step of other ranks: in a graph of rows that pad, or with experts alone."""
         size = self._size([])
         if size is None or self._replay(PlannedStep([], size)) is None:
-            self._decoder.assist()
+            super().assist()
 
     def size(self, output: SchedulerOutput) -> tuple[int, int, bool] | None:
         """The size of a step as `Runner`; there is none where a drafter goes on, or with rows of embeddings."""

@@ -8,11 +8,11 @@ from kvern.kernels.constraints import change
 from kvern.kernels.logprobs import Found, logprobs
 from kvern.kernels.sampling import SampledRows, VocabularyPart, sample
 from kvern.layers.embedding import SharedHead
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import DeviceLanguageModel
 
 
 def sample_plain(
-    decoder: Decoder, hidden: Tensor, slots: Tensor, positions: Tensor, rows: SampledRows
+    decoder: DeviceLanguageModel, hidden: Tensor, slots: Tensor, positions: Tensor, rows: SampledRows
 ) -> tuple[Tensor, Tensor]:
     """Sample for rows that ask for a temperature alone: `own_logits` of `hidden [N, width]`, and tokens [N] int64.
 
@@ -27,7 +27,7 @@ def sample_plain(
 
 
 def sample_as_asked(
-    decoder: Decoder, hidden: Tensor, slots: Tensor, positions: Tensor, rows: DeviceRows, reported: Found
+    decoder: DeviceLanguageModel, hidden: Tensor, slots: Tensor, positions: Tensor, rows: DeviceRows, reported: Found
 ) -> tuple[Tensor, Tensor]:
     """Sample for rows that may ask for more than a temperature; returns the logits of all ranks, and tokens.
 

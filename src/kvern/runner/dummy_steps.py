@@ -1,6 +1,6 @@
 """Steps of a few layers of a model whose weights mean nothing: what they launch is recorded, or timed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -14,7 +14,7 @@ from kvern.device.device_batch import DeviceRows, build_device_batch
 from kvern.kernels.groups import ENCODER_GROUPS, MODEL_GROUPS, NVIDIA_GROUPS
 from kvern.kernels.launch import architecture
 from kvern.layers.build import Build
-from kvern.layers.step_context import NO_ADAPTERS, StepAdapters
+from kvern.layers.step_context import NO_ADAPTERS, PagedAttend, StepAdapters
 from kvern.models.decoder import Decoder
 from kvern.models.loader import fill_random
 from kvern.request.step import ScheduledTokens
@@ -89,15 +89,23 @@ class DummySteps:
         if dtype in LARGEST_CODE:
             scales = [torch.ones(2, layer.kv_heads, device=self._device) for layer in layers]
             eight_bit = EightBit(scales, self.dtype)
-        cache = CacheOptions(
-            layers, self._blocks, config.block_size, dtype, self._device, None, eight_bit, self.decoder.sinks
-        )
+        sinks: Mapping[int, torch.Tensor]
+        if self._model.spec.layers:
+            sinks = self.decoder.sinks
+        else:
+            with_sinks = ((index, layer.heads) for index, layer in enumerate(layers) if layer.sinks)
+            sinks = {index: torch.empty(heads, device=self._device) for index, heads in with_sinks}
+        cache = CacheOptions(layers, self._blocks, config.block_size, dtype, self._device, None, eight_bit, sinks)
         return PagedAttention(cache, Phases.all(own), own, config.deterministic)
 
     @property
     def _cache_dtype(self) -> torch.dtype:
         codes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
         return codes.get(self._config.kv_cache_dtype, self.dtype)
+
+    def planned(self, scheduled: Sequence[ScheduledTokens]) -> PagedAttend:
+        """The attention of a step."""
+        return self.attention.plan(build_device_batch(self.rows, scheduled, self._config.block_size))
 
     def run(self, scheduled: Sequence[ScheduledTokens], adapters: StepAdapters = NO_ADAPTERS) -> torch.Tensor:
         """Run a step and return the logits of its sampled tokens, [S, vocabulary of this rank]."""

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +15,12 @@ from kvern.device.input_batch import build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.errors import ConfigError, UnsupportedModel, in_a_line
 from kvern.models.fallback.spec import TransformersSpec
+from kvern.models.loader import LoadOptions
 from kvern.request.step import ScheduledTokens
 from kvern.runner.device import refuse
-from kvern.runner.memory import GIGABYTE
+from kvern.runner.memory import GIGABYTE, DeviceMemory
+from kvern.runner.plan import Plan
+from kvern.runner.startup import Startup
 
 if TYPE_CHECKING:
     from kvern.models.fallback.decoder import TransformersDecoder
@@ -33,13 +37,37 @@ EXACT = 1e-4
 """The share of their spread by which logits in float32 may differ: sums are made in another order."""
 
 
+def load_checked(
+    folder: Path, spec: TransformersSpec, plan: Plan, options: LoadOptions, startup: Startup
+) -> "TransformersDecoder":
+    """Load a model that transformers computes, and check it, as `load_fallback` and `check_fallback`."""
+    from kvern.models.fallback.decoder import load_fallback
+
+    with startup.stage("weights"):
+        model = load_fallback(folder, spec, getattr(torch, plan.dtype), options)
+    with startup.stage("check"):
+        check_fallback(model, plan.max_model_len, getattr(torch, plan.plain_cache_dtype))
+    return model
+
+
 @torch.inference_mode()
 def check_fallback(decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> None:
     """Compare two prompts, in parts that share steps, with the model's own forward passes over whole ones.
 
     Kinds of parts that kvern computes, and that change logits by more than `bound` says, are given back to transformers
-    with a warning. Raises UnsupportedModel if logits differ without them as well, or if the model cannot be run so.
+    with a warning. On a GPU find out whether steps can be captured. Raises UnsupportedModel if logits differ without
+    them as well, or if the model cannot be run so.
     """
+    _check_results(decoder, max_model_len, cache_dtype)
+    if decoder.model.device.type == "cuda":
+        reason = decoder.waits_for_device()
+        decoder.captures = reason is None
+        if reason is not None:
+            logger.warning("steps of %s run without CUDA graphs: %s", decoder.spec.model_type, reason)
+
+
+def _check_results(decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> None:
+    """Compare results, and give parts back, as `check_fallback`."""
     swaps, model_type = decoder.swaps, decoder.spec.model_type
     try:
         prompts = _Prompts(decoder, max_model_len, cache_dtype)
@@ -76,7 +104,7 @@ class _Prompts:
         self._most = bound(torch.bfloat16 if rounded else dtype, len(decoder.spec.calls))
         generator = torch.Generator().manual_seed(0)
         self._ids = torch.randint(decoder.spec.vocab_size, (2, self._length), generator=generator)
-        self._own = torch.stack([decoder.own_logits(row.to(self._device)) for row in self._ids])
+        self._own = torch.stack([decoder.plain_logits(row.to(self._device)) for row in self._ids])
 
     def fault(self) -> str | None:
         """What is wrong with the results over a cache, with the parts that kvern computes now; None: nothing."""
@@ -114,11 +142,10 @@ class _Prompts:
 
 
 def check_fallback_options(
-    config: EngineConfig, spec: TransformersSpec, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, spec: TransformersSpec, dtype: torch.dtype, memory: DeviceMemory
 ) -> None:
     """Raise ConfigError for what kvern does not do with such a model, or has no memory for."""
     refused = {
-        f"device {device.type}": (device.type != "cpu", "kvern runs it on a CPU alone: use device cpu"),
         f"max_adapters {config.adapter_places}": (
             config.adapter_places > 0,
             "adapters are for kvern's own models: leave adapters and max_adapters out",
@@ -129,10 +156,12 @@ def check_fallback_options(
         ),
     }
     refuse(refused, f"{spec.model_type}, which transformers computes")
-    needed, memory = spec.parameters * dtype.itemsize, total_memory()
-    if needed > memory:
+    on_gpu = memory.device.type == "cuda"
+    needed, there = spec.parameters * dtype.itemsize, memory.free_and_total()[0] if on_gpu else total_memory()
+    if needed > there:
+        owner = "this GPU has" if on_gpu else "this machine has"
         raise ConfigError(
-            f"the weights take {needed / GIGABYTE:.1f} GB, and this machine has {memory / GIGABYTE:.1f} GB: use a "
+            f"the weights take {needed / GIGABYTE:.1f} GB, and {owner} {there / GIGABYTE:.1f} GB for them: use a "
             "smaller model"
         )
 

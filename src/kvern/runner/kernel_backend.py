@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvern.attention.base import AttentionBackend
 from kvern.attention.eight_bit import EightBit
@@ -40,8 +40,7 @@ from kvern.kernels.launch import capability
 from kvern.kernels.sampling import sample
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
-from kvern.models.decoder import Decoder, LanguageModel
-from kvern.models.weighted import WeightedModel
+from kvern.models.decoder import Decoder, DeviceLanguageModel, LanguageModel
 from kvern.ranks.ranks import Ranks
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
@@ -245,7 +244,7 @@ class KernelBackend:
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         return masks.restrict if "masks" in self._plan.kernels else restrict
 
-    def prepare(self, decoder: WeightedModel) -> None:
+    def prepare(self, decoder: nn.Module) -> None:
         """Time how to multiply and who attends, or look it up."""
         config = self._config
         plan = self._plan
@@ -265,7 +264,7 @@ class KernelBackend:
                 self._startup.report(self._choice.table)
         measurements.save()
 
-    def tune(self, model: WeightedModel) -> None:
+    def tune(self, model: nn.Module) -> None:
         """Time how to multiply, or look it up."""
         measurements = Measurements(self._config.cache_folder, self._device)
         if self._device.type == "cuda":
@@ -347,7 +346,7 @@ class KernelBackend:
         draft = loaded.draft
         drafter = None if draft is None else draft.backend.drafter(draft.decoder, layout, rows)
         graphs: list[StepGraphs[Any, Any]] = []
-        if config.cuda_graphs and attention.captures and self._device.type == "cuda":
+        if config.cuda_graphs and model.decoder.captures and attention.captures and self._device.type == "cuda":
             memory, options = GraphMemory(self._device), self._graph_options(drafter, layout.max_batch_tokens)
             graphs = [StepGraphs(kind, memory) for kind in step_kinds(model, options)]
             if isinstance(loaded.times, DeviceClock):
@@ -426,7 +425,7 @@ class KernelBackend:
         states = DeviceStateMemory(self._spec, 0, slots + 1, self._dtype, device) if self._spec.recurrent else None
         model: DeviceModel = CachedModel(_decoder(loaded), attention, rows, size, None, states)
         kinds: list[StepKind[Any, Any]] = []
-        if self._config.cuda_graphs and attention.captures:
+        if self._config.cuda_graphs and model.decoder.captures and attention.captures:
             kinds = step_kinds(replace(model, adapters=loaded.adapters), self._graph_options(None, tokens))
         timed = MOST_GRAPHS * GRAPH_BYTES if kinds and loaded.times is not None else 0
         return run_largest_steps(DeviceRunner(model, loaded), tokens, kinds) + timed
@@ -437,6 +436,5 @@ def _on_all(ranks: Ranks, device: torch.device, here: bool) -> bool:
     return bool(ranks.least(torch.tensor([here], dtype=torch.int32, device=device)).item())
 
 
-def _decoder(loaded: LoadedModel) -> Decoder:
-    assert isinstance(loaded.decoder, Decoder), "models of transformers run on no GPU"
-    return loaded.decoder
+def _decoder(loaded: LoadedModel) -> DeviceLanguageModel:
+    return cast("DeviceLanguageModel", loaded.decoder)

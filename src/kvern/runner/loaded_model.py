@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from kvern.attention.eight_bit import EightBit
 from kvern.attention.groups import LayerGroups
 from kvern.device.rows import BatchRows
 from kvern.layers.linear_format import LinearFormat, LinearMethods
 from kvern.models.decoder import Decoder, LanguageModel
-from kvern.models.weighted import WeightedModel
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.request.step import SchedulerOutput, StepResult
 from kvern.runner.plan import FreeMemory, Layout
@@ -120,10 +120,10 @@ class StepBackend(Protocol):
     def restrict(self) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
         """The function that masks logits: `structured.masks.restrict`, or a kernel like it."""
 
-    def prepare(self, decoder: WeightedModel) -> None:
+    def prepare(self, decoder: nn.Module) -> None:
         """Choose what fits these weights and this device best."""
 
-    def tune(self, model: WeightedModel) -> None:
+    def tune(self, model: nn.Module) -> None:
         """Choose how weights are multiplied; `prepare` does this, too."""
 
     def room(self, loaded: LoadedModel) -> FreeMemory:

@@ -99,7 +99,7 @@ def reading_shapes(most: int, longest: int) -> list[PromptShape]:
 def most_keys(spec: ModelSpec) -> int:
     """The most keys of a run in a graph, where a layer that attends is slow; outside of it all launches are slow."""
     attending = sum(any(not isinstance(mixer, RecurrentSpec) for mixer in layer.mixers) for layer in spec.layers)
-    return MOST_KEYS * len(spec.layers) // max(1, attending)
+    return MOST_KEYS * len(spec.layers) // max(1, attending) if spec.layers else MOST_KEYS
 
 
 class PromptInputs(GraphInputs):

@@ -112,6 +112,11 @@ def record_launches(config: EngineConfig, dtype: torch.dtype, model: Stored, *, 
     with torch.inference_mode(), KnownShapes(), recording() as launches:
         if model.spec.encoder is not None:
             _read_texts(config, dtype, model)
+        elif not model.spec.layers:  # transformers computes it, but for attention: the start's check runs other parts
+            recorder = StepRecorder(config, dtype, model)
+            recorder.attend_runs()
+            recorder.attend()
+            recorder.use_rows(drafts)
         else:
             recorder = StepRecorder(config, dtype, model)
             recorder.run_layers()
@@ -184,10 +189,12 @@ class StepRecorder:
         self._config = config
         self._dtype = dtype
         self._model = model
-        kinds, last = tuple(dict.fromkeys(model.spec.layers)), model.spec.last_storing_layer
-        # The first layer has nothing to add yet, and from the last that stores something on rows may be left out.
-        layers = *kinds, kinds[0], model.spec.layers[last], *dict.fromkeys(model.spec.layers[last + 1 :])
-        self._spec = dataclasses.replace(model.spec, layers=layers)
+        self._spec = model.spec
+        if model.spec.layers:
+            kinds, last = tuple(dict.fromkeys(model.spec.layers)), model.spec.last_storing_layer
+            # The first layer has nothing to add yet, and from the last that stores something on rows may be left out.
+            layers = *kinds, kinds[0], model.spec.layers[last], *dict.fromkeys(model.spec.layers[last + 1 :])
+            self._spec = dataclasses.replace(model.spec, layers=layers)
         self._steps = DummySteps(config, dtype, model._replace(spec=self._spec))
 
     def run_layers(self) -> None:
@@ -205,6 +212,17 @@ class StepRecorder:
                 for rows in _each_choice(mixture, EXPERT_ROWS):
                     x = self._numbers(rows, self._spec.hidden_size)
                     mixture(x, x) if isinstance(mixture, ExpertsBeside) else mixture(x)
+
+    def attend_runs(self) -> None:
+        """Attend in steps of decodes and of runs, without the layers around."""
+        kinds = {layer: index for index, layer in reversed(list(enumerate(self._spec.attentions)))}
+        for runs in (*RUNS, ((0, 1, 1),), ((0, 1, 1),) * MOST_DECODES):
+            attend = self._steps.planned([ScheduledTokens(slot, *run) for slot, run in enumerate(runs)])
+            tokens = sum(count for _, count, _ in runs)
+            for layer, index in kinds.items():
+                query = self._numbers(tokens, layer.heads, layer.head_dim)
+                key, value = (self._numbers(tokens, layer.kv_heads, layer.head_dim) for _ in range(2))
+                attend(index, query, key, value)
 
     def run_choices(self, most: int) -> None:
         """Run steps of decodes, or of a run, of at most so many tokens by each way to multiply as many."""

@@ -29,7 +29,7 @@ from kvern.device.device_batch import DeviceBatch, DeviceRows
 from kvern.device.transfer import send
 from kvern.drafting.device.drafter import Captures
 from kvern.errors import ConfigError, in_a_line
-from kvern.models.decoder import Decoder
+from kvern.models.decoder import DeviceLanguageModel
 from kvern.request.step import ScheduledTokens
 from kvern.runner.cached_model import CachedModel, StepEmbeddings
 from kvern.runner.device_states import DeviceStateMemory
@@ -38,7 +38,7 @@ from kvern.runner.result import PromptLogprobs
 
 logger = logging.getLogger("kvern")
 
-DeviceModel = CachedModel[Decoder, DeviceBatch, DeviceRows, DeviceStateMemory]
+DeviceModel = CachedModel[DeviceLanguageModel, DeviceBatch, DeviceRows, DeviceStateMemory]
 IN_GRAPHS = SamplingNeeds.FILTERS | SamplingNeeds.CONSTRAINTS | SamplingNeeds.LOGPROBS
 """The demands that graphs meet."""
 
@@ -118,7 +118,7 @@ class StepOutputs(NamedTuple):
             hidden=None if hidden is None else unowned(hidden), logits=None if logits is None else unowned(logits)
         )
 
-    def unsampled(self, decoder: Decoder, count: int) -> "StepOutputs":
+    def unsampled(self, decoder: DeviceLanguageModel, count: int) -> "StepOutputs":
         """The first `count` rows, for sampling that takes more than the graph did; `logits` are a rank's own part."""
         assert self.hidden is not None and self.slots is not None
         assert self.positions is not None and self.logits is not None

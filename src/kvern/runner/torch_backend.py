@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
+from torch import nn
 
 from kvern.attention.base import AttentionBackend
 from kvern.attention.compiled import CompiledAttention
@@ -18,7 +19,6 @@ from kvern.device.input_batch import InputBatch, build_input_batch
 from kvern.device.rows import NO_WINDOWS, BatchRows, ListedRows
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder, LanguageModel
-from kvern.models.weighted import WeightedModel
 from kvern.request.step import ScheduledTokens
 from kvern.runner.cached_model import CachedModel
 from kvern.runner.captured_decodes import CapturedDecodes
@@ -61,10 +61,10 @@ class TorchBackend:
 
         return restrict
 
-    def prepare(self, decoder: WeightedModel) -> None:
+    def prepare(self, decoder: nn.Module) -> None:
         """Nothing is chosen."""
 
-    def tune(self, model: WeightedModel) -> None:
+    def tune(self, model: nn.Module) -> None:
         """Nothing is chosen."""
 
     def room(self, loaded: LoadedModel) -> FreeMemory:

@@ -128,13 +128,13 @@ class Worker:
         if isinstance(self._spec, TransformersSpec):
             from kvern.runner.fallback_check import check_fallback_options
 
-            check_fallback_options(config, self._spec, dtype, device)
+            check_fallback_options(config, self._spec, dtype, self.memory)
         if config.kv_cache_dtype in EIGHT_BIT and config.load_format != "dummy" and self._spec.layers:
             from kvern.models.cache_scales import stored_scales
 
             largest = LARGEST_CODE[getattr(torch, EIGHT_BIT[config.kv_cache_dtype])]
-            described = read_config(self._folder)
-            self._stored_scales = stored_scales(self._folder, described, self._whole, largest, self._ranks)
+            sizes = self._whole, largest, self._ranks
+            self._stored_scales = stored_scales(self._folder, read_config(self._folder), *sizes)
         gpu, methods = None, LinearMethods(Unquantized())
         if device.type == "cuda":
             from kvern.runner.gpu_checks import check_dtype, check_weights_fit
@@ -142,10 +142,11 @@ class Worker:
             torch.cuda.set_device(device)
             gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
             check_dtype(dtype, device)
-            described = read_config(self._folder)
-            stored = [] if config.load_format == "dummy" else read_headers(self._folder)
-            methods = stored_methods(described, self._spec, stored, self._unquantized(), config.quantization)
-            check_weights_fit(self._spec, dtype, self.memory, methods, self._ranks)
+            if not isinstance(self._spec, TransformersSpec):
+                stored = [] if config.load_format == "dummy" else read_headers(self._folder)
+                given = self._spec, stored, self._unquantized(), config.quantization
+                methods = stored_methods(read_config(self._folder), *given)
+                check_weights_fit(self._spec, dtype, self.memory, methods, self._ranks)
         else:
             sharing = self._ranks.processes if config.executor == "processes" else 1  # Ray gives each rank its own
             torch.set_num_threads(max(1, (config.threads or cpu_threads()) // sharing))
@@ -398,19 +399,17 @@ class Worker:
         """The model as transformers computes it, which is found right; None: kvern does."""
         if not isinstance(self._spec, TransformersSpec):
             return None
-        from kvern.models.fallback.decoder import load_fallback
-        from kvern.runner.fallback_check import check_fallback
+        from kvern.runner.fallback_check import load_checked
 
-        with self._startup.stage("weights"):
-            options = LoadOptions(
-                load_format=self._config.load_format,
-                kernels=plan.kernels & CPU_KERNELS,
-                unquantized=self._backend.unquantized,
-                quantization=self._config.quantization,
-            )
-            model = load_fallback(self._folder, self._spec, getattr(torch, plan.dtype), options)
-        with self._startup.stage("check"):
-            check_fallback(model, plan.max_model_len, getattr(torch, plan.plain_cache_dtype))
+        options = LoadOptions(
+            device=self.device,
+            load_format=self._config.load_format,
+            kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
+            unquantized=self._backend.unquantized,
+            quantization=self._config.quantization,
+        )
+        model = load_checked(self._folder, self._spec, plan, options, self._startup)
+        self._backend.prepare(model.model)
         self._startup.report([str(model)])
         return model
 

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from kvern.errors import CorruptCheckpoint, in_a_line
 from kvern.layers.build import Build
 from kvern.layers.states import StepStates
-from kvern.layers.step_context import NO_ADAPTERS, Attend, StepAdapters
+from kvern.layers.step_context import NO_ADAPTERS, Attend, StepAdapters, StepContext
 from kvern.models.decoder import LayerInputs
 from kvern.models.fallback.attention import IMPLEMENTATION, Call, PagedAnswer, answered
 from kvern.models.fallback.description import read_config
@@ -29,12 +29,18 @@ PLAIN = LoadOptions()
 
 
 class TransformersDecoder:
-    """`model` is loaded, and calls the attention of `IMPLEMENTATION`; kvern computes the parts in `swaps`."""
+    """`model` is loaded, and calls the attention of `IMPLEMENTATION`; kvern computes the parts in `swaps`.
 
-    def __init__(self, spec: TransformersSpec, model: PreTrainedModel, swaps: Swaps) -> None:
+    build     the options of these parts
+    captures  as of a `DeviceLanguageModel`
+    """
+
+    def __init__(self, spec: TransformersSpec, model: PreTrainedModel, swaps: Swaps, build: Build) -> None:
         self.spec = spec
         self.model = model
         self.swaps = swaps
+        self.build = build
+        self.captures = False
         self._body = model.base_model
         self._head = self._without_body()
 
@@ -69,6 +75,31 @@ class TransformersDecoder:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
+    def entry(self, token_ids: Tensor) -> Tensor:
+        """The tokens themselves, which the model embeds."""
+        return token_ids
+
+    @property
+    def lm_head(self) -> nn.Module | None:
+        """The module that scores the vocabulary."""
+        head: nn.Module | None = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return head
+
+    def looked_up(self, token_ids: Tensor) -> None:
+        """There is no table of layer inputs."""
+
+    def run(self, hidden: Tensor, step: StepContext, looked_up: Tensor | None = None) -> Tensor:
+        """Computes a step like `Decoder.run`, from the tokens that `entry` returned."""
+        return self(hidden, step.rotation.sine, step.attend, step.wanted)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Scores as `logits` without `upcast`: there is one rank."""
+        return self.logits(hidden, upcast=False)
+
+    def whole_logits(self, own: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, which `own` are."""
+        return own
+
     def logits(self, hidden: Tensor, *, upcast: bool = True) -> Tensor:
         """Score the vocabulary: `hidden [N, hidden]` -> `[N, vocab]`, float32 if `upcast`."""
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -88,7 +119,24 @@ class TransformersDecoder:
             self._body(input_ids=token, position_ids=token, use_cache=False)
         return {index: sinks.detach().float() for index, sinks in enumerate(found) if sinks is not None}
 
-    def own_logits(self, token_ids: Tensor) -> Tensor:
+    def waits_for_device(self) -> str | None:
+        """Why no graph can be captured of this model's steps: an operation that waits for the GPU. None: all can.
+
+        Attention is left out: kvern's never waits.
+        """
+        ids = torch.zeros(1, 8, dtype=torch.int64, device=self.model.device)
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.inference_mode(), answered(Call.unanswered):
+                self.logits(self._body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state[0])
+        except RuntimeError as error:
+            return in_a_line(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return None
+
+    def plain_logits(self, token_ids: Tensor) -> Tensor:
         """Logits of one prompt `[T]` without kvern's attention and parts: float32 `[T, vocab]`.
 
         Products with quantized weights are kvern's: what is multiplied by some of them is rounded as well.
@@ -121,12 +169,14 @@ def load_fallback(
 ) -> TransformersDecoder:
     """Load the model of a folder from its safetensors files; no code in the folder is run.
 
-    `options`: `load_format`, `kernels`, `unquantized` and `quantization`, the last three for the parts that kvern
-    computes. Raises CorruptCheckpoint or ConfigError.
+    `options`: `device`, `load_format`, `kernels`, `unquantized` and `quantization`, the last three for the parts that
+    kvern computes. Raises CorruptCheckpoint or ConfigError.
     """
     model = _loaded(folder, dtype, dummy=options.load_format == "dummy")
+    move: Any = model.to  # which transformers wraps
+    move(options.device)
     build = Build(dtype, model.device, spec.max_position_embeddings, options.kernels)
-    return TransformersDecoder(spec, model, Swaps(model, build, options.unquantized, options.quantization))
+    return TransformersDecoder(spec, model, Swaps(model, build, options.unquantized, options.quantization), build)
 
 
 def _loaded(folder: Path, dtype: torch.dtype, *, dummy: bool) -> PreTrainedModel:

@@ -1,0 +1,61 @@
+"""Models that transformers computes on a GPU, over kvern's attention, with graphs where they can be captured.
+
+Run with `pytest -m gpu`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvern import LLM, SamplingParams
+from tests.support.fallback_families import FALLBACKS
+from tests.support.families import make_checkpoint
+from tests.support.internals import check_integrity, decoder_of, worker_of
+from tests.support.outputs import chosen_logprobs, token_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+OPTIONS: dict[str, Any] = {
+    "model_implementation": "transformers",
+    "max_model_len": 256,
+    "kv_cache_tokens": 4096,
+    "max_batch_requests": 8,
+}
+GRAPHS = {"gpt2", "llama", "qwen3"}
+"""Families of which is known that they never wait for the device."""
+PROMPTS = [[5 + number, *(20 + place % 50 for place in range(20 + 13 * number))] for number in range(6)]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+@pytest.mark.parametrize("family", [*FALLBACKS, "llama", "qwen3"])
+def test_answers_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    with LLM(str(tmp_path), device="cpu", dtype="float32", **OPTIONS) as llm:
+        expected = llm.generate(PROMPTS, PARAMS)
+    with LLM(str(tmp_path), device="cuda", dtype="float32", gpu_memory_share=0.1, **OPTIONS) as llm:
+        decoder, runner = decoder_of(llm), worker_of(llm).runner
+        assert decoder.captures or family not in GRAPHS
+        assert bool(runner.graphs) == decoder.captures
+        for _ in range(2):  # with the prompts cached
+            found = llm.generate(PROMPTS, PARAMS)
+            assert token_ids(found) == token_ids(expected)
+            assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-3)
+        check_integrity(llm)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantized_while_it_is_loaded(quantization: str, tmp_path: Path) -> None:
+    """As kvern's own model of the same weights, which is quantized alike."""
+    make_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=256)
+    options = OPTIONS | {"dtype": "bfloat16", "quantization": quantization, "gpu_memory_share": 0.1}
+    params = PARAMS.replace(max_tokens=1)
+    with LLM(str(tmp_path), device="cuda", **options | {"model_implementation": "kvern"}) as llm:
+        expected = list(chosen_logprobs(llm.generate(PROMPTS, params)))
+    with LLM(str(tmp_path), device="cuda", **options) as llm:
+        found = list(chosen_logprobs(llm.generate(PROMPTS, params)))
+    assert found == pytest.approx(expected, abs=0.1)
