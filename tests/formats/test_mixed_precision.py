@@ -153,6 +153,22 @@ def test_a_gpu_has_room_for_more_tokens_and_fewer_precisions_take_less(
     assert sensitivity.tokens_for(checkpoint) == 1200
 
 
+def test_distributions_of_a_model_in_16_bits_are_not_rounded_to_them(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, **WIDE)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    walk = Walk(Checkpoint(folder, CPU), ROWS)
+    ends = walk.ends()
+    hidden = walk.hidden.flatten(0, 1)
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    expected = (ends.norm(hidden).double() @ head.double().t()).log_softmax(-1)
+    found = sensitivity.log_probabilities(ends, hidden)
+    assert hidden.dtype == torch.bfloat16 and found.dtype == torch.float32
+    assert float((found - expected).abs().max()) < 1e-5
+
+
 def test_precisions_whose_groups_do_not_divide_are_left_out(measured: MixedReport) -> None:
     shapes = {"qkv_proj": 64, "o_proj": 64, "gate_up_proj": 64, "down_proj": 128}
     for unit in measured.units:

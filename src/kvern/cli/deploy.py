@@ -46,7 +46,7 @@ class DeployCommand:
     calibration: Path | None = None
     """Text, or JSONL of messages, prompts or texts; a fifth of it is kept for verification. None: kvern's own
     conversations."""
-    tune_seconds: float = 600.0
+    tune_seconds: float = 480.0
     """Time after which no further configuration is measured."""
     repetitions: int = 7
     """Most runs of a configuration, at least 3; fewer where they agree."""

@@ -43,7 +43,7 @@ class Asked:
     workload: str | None = None
     memory: int | None = None
     calibration: Path | None = None
-    tune_seconds: float = 600.0
+    tune_seconds: float = 480.0
     repetitions: int = 7
     options: Mapping[str, Any] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)

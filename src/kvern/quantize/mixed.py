@@ -23,7 +23,7 @@ from kvern.quantize.method import Method, Plan
 from kvern.quantize.mixed_report import PLAIN, SECTION, MixedReport
 from kvern.quantize.report_page import page
 from kvern.quantize.scheme import Scheme, named
-from kvern.quantize.sensitivity import SCHEMES, least_bits, log_probabilities, measure, tokens_for
+from kvern.quantize.sensitivity import SCHEMES, exact_scores, least_bits, log_probabilities, measure, tokens_for
 from kvern.quantize.statistics import REPORT_NAME
 from kvern.quantize.writer import check_target, placing
 
@@ -193,7 +193,7 @@ def measure_folder(folder: Path, walk: Walk, rows: Tensor) -> dict[str, float]:
     for ids, hidden in zip(rows.to(device), walk.hidden, strict=True):
         plain = log_probabilities(ends, hidden)
         states = new_states(decoder.spec.recurrent, [length], decoder.build.dtype, device)
-        found = decoder.logits(decoder(ids, positions, attend, states=states)).log_softmax(-1)
+        found = exact_scores(decoder, decoder(ids, positions, attend, states=states)).log_softmax(-1)
         divergence = (plain.exp() * (plain - found)).sum(-1)
         surprises = [-scores[:-1].gather(1, ids[1:, None]) for scores in (found, plain)]
         same = plain.argmax(-1) == found.argmax(-1)

@@ -197,5 +197,18 @@ def divergences(ends: Decoder, plain: Tensor, others: Mapping[Key, Tensor]) -> d
 
 def log_probabilities(ends: Decoder, hidden: Tensor) -> Tensor:
     """Log-probabilities, float32 `[T, vocab]`, of hidden states `[T, hidden]` after the last layer."""
-    normal: Tensor = ends.norm(hidden)
-    return ends.logits(normal).log_softmax(-1)
+    return exact_scores(ends, ends.norm(hidden)).log_softmax(-1)
+
+
+def exact_scores(model: Decoder, normal: Tensor) -> Tensor:
+    """Scores, float32 `[T, vocab]`, of normalized states `[T, hidden]`.
+
+    Scores in 16 bits would jump from one number to the next for any change: 128 units then lose 0.005 nats by that
+    alone.
+    """
+    if normal.dtype == torch.float32:
+        return model.logits(normal)
+    head = model.lm_head
+    weight = head.method.dequantize().t()
+    scores = torch.mm(normal, weight, out_dtype=torch.float32) if normal.is_cuda else normal.float() @ weight.float()
+    return model.scaled(scores if head.bias is None else scores + head.bias)
