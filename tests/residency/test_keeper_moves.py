@@ -15,8 +15,8 @@ import pytest
 from kvern import EngineConfig
 from kvern.cpu.cores import total_memory
 from kvern.errors import EngineClosed, EngineUnavailable
-from kvern.residency.gpus import GpuMemory, card_memory
-from kvern.residency.keeper import RESERVE_BYTES, Keeper, Resident, watch_for
+from kvern.residency.gpus import AROUND_FREE, GpuMemory, card_memory
+from kvern.residency.keeper import RESERVE_BYTES, Keeper, Resident, watch_around, watch_for
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import Terms
 from kvern.residency.pressure import LEAST_FREE, HostMemory, Watch
@@ -80,9 +80,9 @@ def _clients_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvern.residency.keeper.LOOK_SECONDS", 0.0)
 
 
-def keeper_of(*names: str, terms: Terms = PLAIN, watch: Watch | None = None) -> Keeper:
+def keeper_of(*names: str, terms: Terms = PLAIN, watch: Watch | None = None, around: Watch | None = None) -> Keeper:
     engines = (EngineConfig("kvern-1m", served_model_name=(name,), device="cpu") for name in names)
-    return Keeper([ServedModel(engine, terms) for engine in engines], 1 << 40, None, watch)
+    return Keeper([ServedModel(engine, terms) for engine in engines], 1 << 40, None, watch, around)
 
 
 def client_of(resident: Resident) -> Client:
@@ -181,6 +181,38 @@ def test_several_models_watch_the_memory_where_they_run(monkeypatch: pytest.Monk
         assert found is not None and found.total == total
     assert found.free == 50 << 30 and found.spare == found.free - LEAST_FREE
     assert card_memory(["7"]) is None
+    assert watch_around([there]) is None and watch_around([here, here]) is None
+    around = watch_around([there, there])
+    assert around is not None and (left := around.look(0.0)) is not None
+    assert left.total == total_memory() and left.floor == min(HostMemory(0, left.total).floor, AROUND_FREE)
+
+
+def test_idle_models_end_while_the_machine_around_gpus_has_little_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvern.residency.keeper.memory_of", lambda client, asleep=False: 1)
+    monkeypatch.setattr("kvern.residency.pressure.LOOK_SECONDS", 0.001)
+    around = HostMemory(1 << 40, 1 << 40)
+
+    async def run() -> None:
+        nonlocal around
+        async with keeper_of("one", "two", around=Watch(lambda: around)) as keeper:
+            for each in keeper.residents:
+                await keeper.meet(each)
+            around = HostMemory(0, 1 << 40)
+            while [keeper.state(each) for each in keeper.residents] != ["cold", "cold"]:
+                await asyncio.sleep(0.001)
+            [one, _] = keeper.residents
+            moved = one.figures.registry.get_sample_value("kvern:model_pressure_moves_total", {"model_name": "one"})
+            assert moved == 1
+            reason = r"to be loaded, .* of the machine 0.00 GB of 1099.51 GB are"
+            with pytest.raises(EngineUnavailable, match=reason), keeper.use(one):
+                await keeper.awake(one)
+
+    with caplog.at_level(logging.WARNING, "kvern"):
+        asyncio.run(run())
+    [said] = [record.getMessage() for record in caplog.records if "little memory" in record.getMessage()]
+    assert said.endswith("shall stay so: one becomes cold")
 
 
 class Reserve:

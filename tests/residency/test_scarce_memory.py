@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvern.residency.policy import LEAST_STAY, Footprint, Residency, Terms
+from kvern.residency.policy import LEAST_STAY, Footprint, Move, Residency, Terms
 from kvern.residency.pressure import HostMemory
 from tests.support.sampling import examples
 from tests.support.simulated_residency import Machine, World, awake, moves
@@ -129,6 +129,39 @@ def test_a_model_whose_requests_went_on_or_away_is_refused_like_others(wakes: bo
     assert "end other programs" in residency.decide(60.0).refused["a"]
 
 
+def test_idle_models_end_one_by_one_while_the_machine_around_gpus_has_little_memory() -> None:
+    """Whatever their cards have left, and none is woken before somebody asks; pinned and busy ones stay."""
+    residency = residency_of("a", "b", "c")
+    residency.add("pinned", Terms(pin=True), SIZE, 0.0)
+    assert moves(residency, 50.0) == [("pinned", "awake")]
+    residency.moved("pinned", 51.0)
+    residency.asked("b", 60.0)
+    residency.dismiss("c")
+    for turn in range(5):
+        residency.asked("c", 100.0 + 10 * turn)
+        residency.ended("c", 100.0 + 10 * turn)
+    assert moves(residency, 150.0) == [("c", "asleep")]
+    residency.moved("c", 151.0)
+    residency.host, residency.around = left(50), left(-0.1)
+    decision = residency.decide(200.0)
+    assert decision.moves == [Move("a", "cold", relieves=True)]
+    assert moves(residency, 200.5) == [], "that may be enough"
+    residency.moved("a", 201.0)
+    assert moves(residency, 201.0) == [("c", "cold")]
+    residency.moved("c", 202.0)
+    residency.asked("c", 203.0)
+    decision = residency.decide(203.0)
+    assert not decision.moves and "of the memory of the machine 19.90 GB of 1000.00 GB" in decision.refused["c"]
+    residency.ended("c", 203.0)
+    residency.ended("b", 300.0)
+    residency.asked("a", 399.0)
+    decision = residency.decide(400.0)
+    assert decision.moves == [Move("b", "cold", relieves=True)] and not decision.refused, "a may have its memory"
+    residency.moved("b", 401.0)
+    residency.around = left(0)
+    assert moves(residency, 402.0) == [("a", "awake")] and residency.states["pinned"] == "awake"
+
+
 def test_a_wake_waits_for_others_to_make_way_or_is_refused_with_the_numbers() -> None:
     residency = residency_of("a")
     residency.add("b", Terms(), SIZE, 0.0)
@@ -218,7 +251,9 @@ def worlds(draw: st.DrawFn) -> tuple[World, list[tuple[float, str, float]]]:
     taken = st.tuples(st.floats(0, 100), st.integers(0, total // GB).map(lambda size: size * GB))
     others = [*sorted(draw(st.lists(taken, max_size=4))), (300.0, 0)]
     machine = Machine(total, others, draw(st.sampled_from((0.0, 0.5, 1.0))), draw(st.booleans()))
-    world = World(residency, draw(st.sampled_from((0.0, 2.0))), machine=machine, looks=10.0, looks_until=700.0)
+    around = Machine(total, [*sorted(draw(st.lists(taken, max_size=4))), (300.0, 0)]) if draw(st.booleans()) else None
+    grace = draw(st.sampled_from((0.0, 2.0)))
+    world = World(residency, grace, machine=machine, looks=10.0, looks_until=700.0, around=around)
     request = st.tuples(st.floats(0, 150), st.sampled_from(names), st.floats(0.01, 20))
     return world, draw(st.lists(request, max_size=30))
 

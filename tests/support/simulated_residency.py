@@ -36,8 +36,12 @@ class Machine:
     takes_early: bool = False
     """A model that wakes takes its memory at once, and not at the end."""
 
+    def taken(self, now: float) -> int:
+        """The bytes that others take."""
+        return next((size for when, size in reversed(self.others) if when <= now), 0)
+
     def left(self, residency: Residency, now: float) -> HostMemory:
-        taken = next((size for when, size in reversed(self.others) if when <= now), 0)
+        taken = self.taken(now)
         for name, state in residency.states.items():
             footprint = residency.footprint(name)
             taken += footprint.bytes_in(state)
@@ -67,6 +71,8 @@ class World:
     looks: float = 0.0
     """The seconds between looks at the machine, until the time of the same name."""
     looks_until: float = 0.0
+    around: Machine | None = None
+    """The machine around GPUs: what models have of it is not counted."""
 
     def run(self, arrivals: Sequence[tuple[float, str, float]], until: float = float("inf")) -> None:
         """Serve requests: when, for which model, and how long each takes, until all have ended."""
@@ -118,6 +124,8 @@ class World:
     def _decide(self) -> None:
         if self.machine is not None:
             self.residency.host = self.machine.left(self.residency, self.now)
+        if self.around is not None:
+            self.residency.around = HostMemory(self.around.total - self.around.taken(self.now), self.around.total)
         decision = self.residency.decide(self.now)
         self.most_held = max(self.most_held, self.residency.held)
         for move in decision.moves:

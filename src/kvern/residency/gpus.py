@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvern.errors import ConfigError
-from kvern.residency.pressure import LEAST_FREE, HostMemory
+from kvern.residency.pressure import LEAST_FREE, HostMemory, host_memory
 
 if TYPE_CHECKING:
     import pynvml
@@ -27,6 +27,8 @@ STEPS_SHARE = 0.1
 LEAST_CACHE_BYTES = 1 << 30
 CACHE_SHARE = 0.25
 """The least KV cache of a model, as a share of its weights."""
+AROUND_FREE = 1 << 30
+"""The most bytes of the machine's memory that shall stay free."""
 LATER_BYTES, LATER_SHARE = 512 << 20, 0.05
 """The bytes, and the part of its share, that a model leaves free or takes later than at its start."""
 UNKNOWN_BYTES = 16 << 30
@@ -50,6 +52,21 @@ class CardMemory(HostMemory):
     def floor(self) -> int:
         """The bytes that shall stay free."""
         return LEAST_FREE
+
+
+class MemoryAround(HostMemory):
+    """The memory of the machine around some GPUs, where copies of weights lie, and pages of tiers."""
+
+    @property
+    def floor(self) -> int:
+        """The bytes that shall stay free: engines copy weights there while twice as much is."""
+        return min(super().floor, AROUND_FREE)
+
+
+def memory_around() -> MemoryAround | None:
+    """Reads what memory is free around the GPUs; None where the system does not tell it."""
+    found = host_memory()
+    return None if found is None else MemoryAround(found.free, found.total, found.stalled)
 
 
 def card_memory(names: Sequence[str]) -> CardMemory | None:

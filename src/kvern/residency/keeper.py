@@ -18,10 +18,10 @@ from functools import partial
 from kvern.errors import ConfigError, EngineUnavailable, KvernError, in_a_line
 from kvern.observe.metrics import ModelFigures
 from kvern.residency.broker import release_pages, settle, taken, touched
-from kvern.residency.gpus import card_memory
+from kvern.residency.gpus import card_memory, memory_around
 from kvern.residency.options import ServedModel
 from kvern.residency.policy import STATES, Decision, Footprint, Move, Residency, State
-from kvern.residency.pressure import Watch
+from kvern.residency.pressure import HostMemory, Watch
 from kvern.serving.child import EngineChild, EngineProcess
 from kvern.serving.client import EngineClient
 from kvern.serving.link import EngineLink
@@ -77,10 +77,15 @@ class Keeper:
     """
 
     def __init__(
-        self, models: Sequence[ServedModel], memory: int, process: EngineProcess | None, watch: Watch | None = None
+        self,
+        models: Sequence[ServedModel],
+        memory: int,
+        process: EngineProcess | None,
+        watch: Watch | None = None,
+        around: Watch | None = None,
     ) -> None:
         """`process`: one that runs already, for the first model that is woken. `watch`: what tells how much memory the
-        machine has left; None: nobody looks.
+        machine, or the GPU, has left; `around`: that of the machine around GPUs. None: nobody looks.
 
         Raises ModelNotFound.
         """
@@ -91,6 +96,7 @@ class Keeper:
         self._by_name = {resident.name: resident for resident in self.residents}
         self._reserve = process
         self._watch = watch
+        self._around = around
         self._on_gpu = any(model.gpu is not None for model in models)
         self._makers = ThreadPoolExecutor(len(models), "kvern-models")  # downloads may take hours
         self._news = asyncio.Event()
@@ -245,6 +251,8 @@ class Keeper:
                 host = replace(host, free=host.free + RESERVE_BYTES)
             self.residency.host = host
             self.residency.lent = self._touched if self._on_gpu else 0
+        if self._around is not None:
+            self.residency.around = self._around.look(now)
         decision = self.residency.decide(now)
         if not given_back:
             self._agree()
@@ -252,9 +260,10 @@ class Keeper:
             self._fail(self._by_name[name], reason)
         for move in decision.moves:
             self._begin(move)
-        if self._watch is not None:
-            self._tell(self._watch, decision, now)
-            decision.look_at(self._watch.next_at)
+        for watch, host in ((self._watch, self.residency.host), (self._around, self.residency.around)):
+            if watch is not None:
+                self._tell(watch, host, decision, now)
+                decision.look_at(watch.next_at)
         return decision.next_at
 
     @property
@@ -301,9 +310,9 @@ class Keeper:
         growing = has - touched(self._awake)
         return host is None or host.spare - growing >= self.residency.waking
 
-    def _tell(self, watch: Watch, decision: Decision, now: float) -> None:
-        """Tells of models that make way because the machine has little memory."""
-        if self.residency.host is None or self.residency.host.spare >= 0:
+    def _tell(self, watch: Watch, host: HostMemory | None, decision: Decision, now: float) -> None:
+        """Tells of models that make way because the machine, or the GPU, has little memory."""
+        if host is None or host.spare >= 0:
             return
         relieving = [move for move in decision.moves if move.relieves]
         for move in relieving:
@@ -333,8 +342,8 @@ class Keeper:
         except Exception:
             logger.exception("model %s did not become %s", resident.name, move.state)
         finally:
-            if self._watch is not None:
-                self._watch.renew()
+            for watch in filter(None, (self._watch, self._around)):
+                watch.renew()
             self._news.set()
         host = None if self._on_gpu else self.residency.host
         spare = RESERVE_BYTES if host is None else host.spare
@@ -466,6 +475,11 @@ def watch_for(models: Sequence[ServedModel]) -> Watch | None:
         return None
     gpu = models[0].gpu
     return Watch() if gpu is None else Watch(partial(card_memory, gpu.names))
+
+
+def watch_around(models: Sequence[ServedModel]) -> Watch | None:
+    """Returns what tells how much memory the machine around the GPUs of several models has left; None elsewhere."""
+    return None if len(models) <= 1 or models[0].gpu is None else Watch(memory_around)
 
 
 def _end(resident: Resident, error: KvernError) -> None:

@@ -155,6 +155,8 @@ class Residency:
         self.memory = memory
         self.host: HostMemory | None = None
         """What the machine, or the GPU, has left at the time of a decision; None: it does not matter."""
+        self.around: HostMemory | None = None
+        """The memory of the machine around the GPUs, if `host` is theirs; None: it does not matter."""
         self.lent = 0
         """Bytes beyond that, which KV caches give back when a model wakes."""
         self._half_life = half_life
@@ -308,6 +310,7 @@ class Residency:
     def _decided(self, decision: Decision, now: float) -> Decision:
         self._return_excess(decision, now)
         self._relieve(decision, now)
+        self._relieve_around(decision, now)
         self._expire(decision, now)
         for model in sorted(self._models.values(), key=lambda one: (one.wanted_at is None, one.wanted_at)):
             if model.state == "awake" or model.target is not None:
@@ -348,6 +351,11 @@ class Residency:
             decision.refused[model.name] = f"{reason}: {advice}"
             self._bar(model, now)
             return True
+        if model.state == "cold" and self._lacks_around:
+            if not self._moves() and not model.interrupted:
+                reason = f"it is to be loaded, and of the memory of the machine {self.around}: end other programs"
+                self._refuse(model, reason, decision, now)
+            return True
         added = model.footprint.needed_from(model.state)
         others = sum(
             other.footprint.given_back(other.state, "cold")
@@ -355,14 +363,11 @@ class Residency:
             if not other.terms.pin and other is not model
         )
         if self._host_lacks(added) > others:
-            moves = any(other.target is not None and not other.downloads for other in self._models.values())
-            if not moves and not model.interrupted:  # else its requests go on when there is memory again
+            if not self._moves() and not model.interrupted:  # else its requests go on when there is memory again
                 given = (
                     f"it takes {_size(added)} more, other models can give back {_size(others)}, and of the memory here"
                 )
-                decision.refused[model.name] = f"{given} {self.host}: end other programs, or use a smaller model"
-                model.wanted_at = None
-                model.barred_until = now + LOOK_SECONDS  # others may end at any time
+                self._refuse(model, f"{given} {self.host}: end other programs, or use a smaller model", decision, now)
             return True
         budget, host = self.held - model.held + needed - self.memory, self._host_lacks(added)
         if budget <= 0 and host <= 0:
@@ -374,6 +379,16 @@ class Residency:
         if lacking > 0:
             self._make_way(model, lacking, decision, now)
         return False
+
+    def _moves(self) -> bool:
+        """True if some model may soon take memory, or give some back."""
+        return any(model.target is not None and not model.downloads for model in self._models.values())
+
+    @staticmethod
+    def _refuse(model: _Model, reason: str, decision: Decision, now: float) -> None:
+        decision.refused[model.name] = reason
+        model.wanted_at = None
+        model.barred_until = now + LOOK_SECONDS  # others may end at any time
 
     def _given_back(self, *, at_once: bool = False) -> int:
         """Returns the bytes of the machine that models give back which are about to sleep or end; `at_once`: to end."""
@@ -485,6 +500,23 @@ class Residency:
             self._begin(model := self._models[name], state, decision, relieves=True)
             model.dismissed = not model.requests
 
+    @property
+    def _lacks_around(self) -> bool:
+        return self.around is not None and self.around.spare < 0
+
+    def _relieve_around(self, decision: Decision, now: float) -> None:
+        """Ends the least valuable idle model while the machine around the GPUs has too little memory left.
+
+        One by one: nobody knows how much of a model's memory is there.
+        """
+        if not self._lacks_around or any(model.target == "cold" for model in self._models.values()):
+            return
+        idle = [(order, model) for order, model, state in self._able(None, now) if state == "cold" and not order[0]]
+        if idle:
+            _, model = min(idle, key=lambda able: able[0])
+            self._begin(model, "cold", decision, relieves=True)
+            model.dismissed = True
+
     def _is_last(self, model: _Model, leaving: Container[str]) -> bool:
         """True for a model that is awake beside pinned ones, and those that leave, alone."""
         awake = [one for one in self._models.values() if one.state == "awake" and one.target is None]
@@ -506,7 +538,7 @@ class Residency:
 
     def _preload(self, decision: Decision, now: float) -> None:
         """Wakes a model that is often asked, if there is memory and nothing else moves."""
-        if any(model.target is not None for model in self._models.values()):
+        if self._lacks_around or any(model.target is not None for model in self._models.values()):
             return
         awake = [one for one in self._models.values() if one.state == "awake" and not one.terms.pin]
         values = sorted(self._value(one, one.footprint.below_awake, now) for one in awake)

@@ -308,8 +308,8 @@ async def _loaded(
                 f"models_memory is {server.models_memory}, and models may take {gpu.usable / 1e9:.1f} GB of a GPU: "
                 "lower it, or leave it out"
             )
-    watch = imported("kvern.residency.keeper:watch_for")(models)
-    async with imported("kvern.residency.keeper:Keeper")(models, memory, process, watch) as keeper:
+    watches = (imported(f"kvern.residency.keeper:{name}")(models) for name in ("watch_for", "watch_around"))
+    async with imported("kvern.residency.keeper:Keeper")(models, memory, process, *watches) as keeper:
         yield [], keeper
 
 
