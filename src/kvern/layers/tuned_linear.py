@@ -268,26 +268,34 @@ class TunedLinear(Unquantized):
 
     def __init__(self, device: torch.device, backend: Literal["auto", "cublas", "triton"]) -> None:
         self._backend = backend
-        self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+        self._arrived: dict[torch.device, Tensor] = {}
+        self._arrived_on(device)
+
+    def _arrived_on(self, device: torch.device) -> Tensor:
+        """The zeros of a device: of "meta" where steps are only recorded."""
+        if device not in self._arrived:
+            self._arrived[device] = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+        return self._arrived[device]
 
     def linear(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         if shape.dtype != build.dtype:  # of a router: small, and the kernels are checked in the model's dtype
             return UnquantizedMethod(shape)
+        arrived = self._arrived_on(shape.device)
         default = DETERMINISTIC if build.deterministic or self._backend == "triton" else None
         if build.deterministic or self._backend == "cublas":
-            return TunedMethod(shape, default, default, self._arrived, {}, "unquantized")
+            return TunedMethod(shape, default, default, arrived, {}, "unquantized")
         single = matvec_shape(shape.outputs, shape.inputs)
         if "hopper_linear" in build.kernels and self._backend == "auto":
             own = hopper_candidates(shape)
             if own:
-                method = HopperMethod(shape, default, single, self._arrived, own, "unquantized on Hopper")
+                method = HopperMethod(shape, default, single, arrived, own, "unquantized on Hopper")
                 method.row = streamed_row(shape.outputs, shape.inputs) if build.late_sums else None
                 return method
         candidates, name = candidates_of(shape.dtype), "unquantized"
         if self._backend == "triton":
             candidates = {most: tuple(filter(None, shapes)) for most, shapes in candidates.items()}
             name = "unquantized by triton"
-        return TunedMethod(shape, default, single, self._arrived, candidates, name)
+        return TunedMethod(shape, default, single, arrived, candidates, name)
 
     def embedding(self, shape: LinearShape, build: BuildOptions) -> LinearMethod:
         return self.linear(shape, build)

@@ -72,6 +72,7 @@ def usable_kernels(
     if device.type != "cuda" or not config.triton_kernels:
         return frozenset(), frozenset()
     from kvern.device.measurements import keep_builds
+    from kvern.kernels.launch import is_amd
     from kvern.runner.dummy_steps import groups_of
     from kvern.runner.gpu_checks import check_head_dim
     from kvern.runner.kernel_check import broken_groups
@@ -84,7 +85,15 @@ def usable_kernels(
         if draft is not None:
             launches.append(record_launches(of_draft(config), dtype, draft, drafts=True))
         broken = broken_groups(launches, device)
-    return groups_of(model.spec) - broken[0], groups_of((draft or model).spec) - broken[-1]
+    groups, of_its_draft = groups_of(model.spec) - broken[0], groups_of((draft or model).spec) - broken[-1]
+    if is_amd(device):  # no test has run them on such a card
+        from kvern.runner.kernel_numbers import Model, wrong_groups
+
+        with startup.stage("numbers"):
+            groups -= wrong_groups(Model(config, dtype, model, device), groups)
+            if draft is not None and not draft.has_head:
+                of_its_draft -= wrong_groups(Model(of_draft(config), dtype, draft, device), of_its_draft)
+    return groups, of_its_draft
 
 
 def of_draft(config: EngineConfig) -> EngineConfig:
