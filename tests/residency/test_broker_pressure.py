@@ -13,7 +13,7 @@ from kvern.residency import broker
 from kvern.residency.gpus import CardMemory, GpuMemory
 from kvern.residency.keeper import Keeper
 from kvern.residency.options import ServedModel
-from kvern.residency.policy import Footprint, Move
+from kvern.residency.policy import Footprint, Move, Terms
 from kvern.residency.pressure import LEAST_FREE, HostMemory, Watch
 from kvern.serving.replica import RETRY_SECONDS, Replica
 from kvern.serving.wire import Ready
@@ -56,10 +56,9 @@ def keeper_of_cards(names: str, watch: Watch) -> Keeper:
 
 def is_awake(keeper: Keeper, name: str, replica: FakeReplica) -> None:
     """Lets a model be awake that has no requests any more."""
-    resident = keeper.find(name)
-    assert resident is not None
+    resident = next(one for one in keeper.residents if one.name == name)
     keeper.residency.asked(name, 0.0)
-    assert keeper.residency.decide(0.0).moves
+    keeper.residency.decide(0.0)
     keeper.residency.moved(name, 0.0, Footprint(2 * CHUNK, 1.0))
     keeper.residency.ended(name, 1.0)
     resident.client = SimpleNamespace(replicas=[replica])  # type: ignore[assignment]
@@ -143,6 +142,40 @@ def test_pages_of_tiers_go_behind_cached_blocks_and_before_models(monkeypatch: p
             clock[0] += 2.0
             keeper._decide()
             assert replicas[1].released[1:] == lifted
+
+    asyncio.run(run())
+
+
+def test_a_model_that_wakes_while_there_is_little_memory_gives_pages_back_like_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once each, and again after it has slept: engines that wake take memory for pages again."""
+    floor, left, clock = HostMemory(0, TOTAL).floor, [0], [1.0]
+    monkeypatch.setattr("kvern.residency.keeper.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watch = Watch(lambda: HostMemory(floor + left[0], TOTAL))
+
+    async def run() -> None:
+        keeper = Keeper([served(name, "kvern-1m", terms=Terms(pin=True)) for name in "ab"], TOTAL, None, watch)
+        keeper._begin = lambda move: None  # type: ignore[method-assign]
+        replicas = {name: FakeReplica(1, 0) for name in "ab"}
+        for replica in replicas.values():
+            replica.supervisor.link.ready.pages = "a tier"
+
+        def decide(spare: int) -> list[int]:
+            left[0] = spare * CHUNK
+            clock[0] += 2.0
+            keeper._decide()
+            return [len(replica.released) for replica in replicas.values()]
+
+        is_awake(keeper, "a", replicas["a"])
+        assert decide(-1) == decide(-1) == [1, 0]
+        is_awake(keeper, "b", replicas["b"])
+        assert decide(-1) == decide(-1) == [1, 1]
+        keeper.residency._models["b"].target = "asleep"
+        assert decide(-1) == [1, 1]
+        keeper.residency._models["b"].target = None
+        assert decide(-1) == [1, 2]
+        assert decide(50) == [2, 3] and replicas["a"].released[-1] == replicas["b"].released[-1] == 0
 
     asyncio.run(run())
 

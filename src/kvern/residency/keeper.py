@@ -104,8 +104,8 @@ class Keeper:
         self._deciding: asyncio.Task[None] | None = None
         self._sees_at: float | None = None
         """When it is seen what was given back as the machine had little memory; None: it has enough."""
-        self._released = False
-        """Tiers have given memory back, and take no more."""
+        self._released: set[str] = set()
+        """The models whose tiers have given memory back, and take no more until they have slept."""
         self._touched = 0
         """The bytes that KV caches had at the last look."""
         self._waiting = 0
@@ -230,12 +230,15 @@ class Keeper:
                 self._sees_at = None
                 if self._released and (host is None or host.spare >= host.floor):
                     release_pages(self._awake, 0)
-                    self._released = False
+                    self._released.clear()
             else:  # cached blocks that nobody uses go first, then pages; how much that is, the machine tells
                 given_back = self._agree()
                 goes = given_back > 0 and self._sees_at is None
-                if not (goes or self._released or self._on_gpu) and now >= (self._sees_at or 0.0):
-                    goes = self._released = release_pages(self._awake, -host.spare)
+                self._released &= self._awake.keys()
+                if not (goes or self._on_gpu) and now >= (self._sees_at or 0.0):
+                    others = {name: client for name, client in self._awake.items() if name not in self._released}
+                    goes = release_pages(others, -host.spare)
+                    self._released |= others.keys()
                 if goes:
                     self._sees_at = self._watch.next_at = now + GIVEN_BACK_SECONDS
                 if self._sees_at is not None and now < self._sees_at:
