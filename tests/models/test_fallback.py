@@ -26,7 +26,7 @@ from kvern.runner.memory import DeviceMemory
 from tests.support.fallback_families import FALLBACKS
 from tests.support.families import make_checkpoint, reference_greedy, reference_logits
 from tests.support.idle import is_idle
-from tests.support.internals import core_of
+from tests.support.internals import core_of, decoder_of
 from tests.support.served import serving
 
 TOLERANCE = 1e-4
@@ -200,6 +200,18 @@ def test_options_that_are_of_kverns_own_layers_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(apertus), **OPTIONS | options)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_tied_embeddings_in_16_bits(family: str, tmp_path: Path) -> None:
+    """Results are compared within what 16 bits round, and all parts stay kvern's."""
+    tied = {} if family == "gpt2" else {"tie_word_embeddings": True}
+    folder = make_checkpoint(family, tmp_path, **tied)
+    options = OPTIONS | {"dtype": "bfloat16", "kv_cache_tokens": 64}
+    with LLM(str(folder), device="cpu", **options) as llm:
+        assert {"embeddings", "linear layers"} <= set(decoder_of(llm).swaps.kinds)
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 4
 
 
 @pytest.mark.parametrize(("device", "owner"), [("cpu", "this machine"), ("cuda", "this GPU")])

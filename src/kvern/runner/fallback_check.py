@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ LONGEST_WINDOW = 256
 BLOCK_SIZE = 16
 LAST = 16
 """The number of last tokens of each prompt: they follow cached ones, and windows hide others from them."""
+CAPTURED = 8
+"""Tokens of a step that is captured on trial."""
 EXACT = 1e-4
 """The share of their spread by which logits in float32 may differ: sums are made in another order."""
 
@@ -59,11 +62,33 @@ def check_fallback(decoder: "TransformersDecoder", max_model_len: int, cache_dty
     them as well, or if the model cannot be run so.
     """
     _check_results(decoder, max_model_len, cache_dtype)
-    if decoder.model.device.type == "cuda":
-        reason = decoder.waits_for_device()
+    if decoder.build.device.type == "cuda":
+        reason = _why_not_captured(decoder)
         decoder.captures = reason is None
         if reason is not None:
             logger.warning("steps of %s run without CUDA graphs: %s", decoder.spec.model_type, reason)
+
+
+def _why_not_captured(decoder: "TransformersDecoder") -> str | None:
+    """Why there can be no CUDA graphs of steps, of which kvern's attention always can be a part; None: there can."""
+    from kvern.runner.step_graphs import GraphMemory, StepOutputs
+
+    def step() -> StepOutputs:
+        return StepOutputs(logits=decoder.unattended(CAPTURED))
+
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the mode is new, and does not know all that waits: hence the capture
+            torch.cuda.set_sync_debug_mode("error")
+            step()
+            torch.cuda.set_sync_debug_mode(mode)
+        GraphMemory(decoder.build.device).capture(step)
+    except RuntimeError as error:
+        return in_a_line(error)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return None
 
 
 def _check_results(decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> None:
@@ -98,7 +123,7 @@ class _Prompts:
         windows = [layer.window for layer in decoder.spec.calls if layer.window and layer.window <= LONGEST_WINDOW]
         self._length = min(max_model_len, max([TOKENS, *(window + LAST for window in windows)]))
         self._decoder, self._cache_dtype = decoder, cache_dtype
-        self._device, dtype = decoder.model.device, decoder.model.dtype
+        self._device, dtype = decoder.build.device, decoder.build.dtype
         self._is_exact = dtype == torch.float32 and not decoder.swaps.is_quantized
         rounded = dtype == torch.float32 and not self._is_exact  # as rows are to codes
         self._most = bound(torch.bfloat16 if rounded else dtype, len(decoder.spec.calls))

@@ -31,7 +31,8 @@ PLAIN = LoadOptions()
 class TransformersDecoder:
     """`model` is loaded, and calls the attention of `IMPLEMENTATION`; kvern computes the parts in `swaps`.
 
-    build     the options of these parts
+    build     the options of these parts; the model's device and dtype are those here, as swapped parts leave empty
+              tensors behind in `model`
     captures  as of a `DeviceLanguageModel`
     """
 
@@ -114,27 +115,16 @@ class TransformersDecoder:
             found.append(call.sinks)
             return call.unanswered()
 
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.build.device)
         with torch.inference_mode(), answered(note):
             self._body(input_ids=token, position_ids=token, use_cache=False)
         return {index: sinks.detach().float() for index, sinks in enumerate(found) if sinks is not None}
 
-    def waits_for_device(self) -> str | None:
-        """Why no graph can be captured of this model's steps: an operation that waits for the GPU. None: all can.
-
-        Attention is left out: kvern's never waits.
-        """
-        ids = torch.zeros(1, 8, dtype=torch.int64, device=self.model.device)
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.inference_mode(), answered(Call.unanswered):
-                self.logits(self._body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state[0])
-        except RuntimeError as error:
-            return in_a_line(error)
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-        return None
+    def unattended(self, tokens: int) -> Tensor:
+        """Logits of so many tokens 0, in whose layers nothing attends: what remains of a step is the model's own."""
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=self.build.device)
+        with torch.inference_mode(), answered(Call.unanswered):
+            return self.logits(self._body(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state[0])
 
     def plain_logits(self, token_ids: Tensor) -> Tensor:
         """Logits of one prompt `[T]` without kvern's attention and parts: float32 `[T, vocab]`.
