@@ -7,9 +7,11 @@ from collections.abc import Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
@@ -314,6 +316,32 @@ def test_a_way_to_multiply_that_does_not_run_is_left_out_and_named_at_every_star
         assert tune(model, clock, dict.fromkeys(known, spoiled)) == {} and not caplog.messages
     with pytest.raises(ArithmeticError, match="None is too large"):
         tune(model, clock, {})
+
+
+class Wrong(Unquantized):
+    """Plain layers with ways to multiply of which some are wrong."""
+
+    def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
+        method = super().linear(shape, build)
+        factors = {None: 1.0, "half as much again": 1.5, "nothing": float("nan"), "codes": 1.05}
+
+        def candidates() -> Any:
+            return {2: {key: lambda x, bias, by=by: F.linear(x, method.weight) * by for key, by in factors.items()}}
+
+        method.candidates = candidates  # type: ignore[method-assign]
+        return method
+
+
+@pytest.mark.parametrize(("compare", "fastest"), [(False, "half as much again"), (True, "codes")])
+def test_ways_to_multiply_that_are_wrong_are_left_out(
+    compare: bool, fastest: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = Linear(60, {"a": 40}, Build(torch.float32, CPU, 1, linear=LinearMethods(Wrong())))
+    layer.fill_random(torch.Generator().manual_seed(0))
+    times = iter((4.0, 2.0) if compare else (4.0, 1.0, 3.0, 2.0))
+    (timed,) = tune(layer, lambda calls: next(times), {}, compare=compare).values()
+    assert timed == {"choice": "codes", "left out": ANY} if compare else timed == fastest
+    assert ("off by 0.5" in caplog.text, "off by nan" in caplog.text) == (compare, compare)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -24,6 +25,9 @@ TIMED_LAYERS = 8
 TIMED_ROWS = 1024
 """The most bytes of weights that are timed together, unless one layer has more; for many rows caches save little."""
 
+MOST_OFF = 0.1
+"""The share of their spread by which results may differ from PyTorch's: codes of rows are off by 3 %."""
+
 Prepare = Callable[..., Callable[[], object]]
 """Makes what is timed of the inputs."""
 
@@ -39,13 +43,13 @@ class TimedLayer(NamedTuple):
     """The bytes that so many rows move at least, and their floating-point operations."""
 
 
-def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str, object]:
+def tune(model: nn.Module, time: Time, known: Mapping[str, object], *, compare: bool = False) -> dict[str, object]:
     """Choose for every kind of linear layer, and of experts. Returns what was timed because it was not `known`.
 
     `time` runs the calls it is given, of one product over the weights of different layers, and tells how long. Keys and
     values of what is known are plain, to be kept in a file. A candidate that does not run is left out, with a warning
     that is repeated whenever the choice is known; if none of a choice runs, the first one's error is raised. What has
-    no alternative is not timed.
+    no alternative is not timed. `compare`: also left out is what computes other numbers than PyTorch, candidate None.
     """
     timed: dict[str, object] = {}
     broken: dict[str, str] = {}
@@ -59,7 +63,7 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
                 inputs = alike[0].inputs(rows)
                 sampled = offers[: max(1, TIMED_ROWS // rows)]
                 ways = {candidate: [offer[rows][candidate] for offer in sampled] for candidate in candidates}
-                choice, reasons = _fastest(ways, inputs, time)
+                choice, reasons = _fastest(ways, inputs, time, compare)
                 timed[f"{key}, {rows} rows"] = {"choice": choice, "left out": reasons} if reasons else choice
             broken = {f"{alike[0].name}, {rows} rows: {name}": reason for name, reason in reasons.items()} | broken
             for layer in alike:
@@ -70,13 +74,19 @@ def tune(model: nn.Module, time: Time, known: Mapping[str, object]) -> dict[str,
 
 
 def _fastest(
-    candidates: Mapping[Hashable, list[Prepare]], inputs: tuple[Tensor, ...], time: Time
+    candidates: Mapping[Hashable, list[Prepare]], inputs: tuple[Tensor, ...], time: Time, compare: bool
 ) -> tuple[Hashable, dict[str, str]]:
     """The candidate whose calls take least, and why others do not run: what fits depends on device, shape and dtype."""
     durations: dict[Hashable, float] = {}
     errors: dict[Hashable, Exception] = {}
+    expected: object = None
+    if compare and None in candidates:
+        with suppress(Exception):  # it is told when it is timed
+            expected = candidates[None][0](*inputs)()
     for candidate, ways in candidates.items():
         try:
+            if isinstance(expected, Tensor):
+                _check(ways[0](*inputs)(), expected)
             durations[candidate] = time([prepare(*inputs) for prepare in ways])
         except Exception as error:  # of a compiler, its launcher or the device: there is no common type
             errors[candidate] = error
@@ -84,6 +94,14 @@ def _fastest(
         raise next(iter(errors.values()))
     reasons = {str(name): (str(error) or type(error).__name__).splitlines()[0] for name, error in errors.items()}
     return min(durations, key=lambda candidate: durations[candidate]), reasons
+
+
+def _check(found: object, expected: Tensor) -> None:
+    """Raises ArithmeticError for results that are not PyTorch's."""
+    assert isinstance(found, Tensor)
+    off = float((found.float() - expected.float()).square().mean().sqrt() / expected.float().std())
+    if not off <= MOST_OFF:  # nor for NaN
+        raise ArithmeticError(f"its numbers are off by {off:.2g} of the spread of PyTorch's")
 
 
 def _plain(stored: object) -> tuple[Hashable, dict[str, str]]:

@@ -36,7 +36,7 @@ from kvern.drafting.rejection import Drawn
 from kvern.errors import ConfigError, in_a_line
 from kvern.kernels import masks
 from kvern.kernels.batch import write_sampled
-from kvern.kernels.launch import capability
+from kvern.kernels.launch import capability, is_amd
 from kvern.kernels.sampling import sample
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
@@ -269,7 +269,8 @@ class KernelBackend:
         measurements = Measurements(self._config.cache_folder, self._device)
         if self._device.type == "cuda":
             with self._startup.stage("tuning"), torch.inference_mode():
-                measurements.remember("linear", tune(model, time_calls, measurements.section("linear")))
+                known = measurements.section("linear")
+                measurements.remember("linear", tune(model, time_calls, known, compare=is_amd(self._device)))
         measurements.save()
 
     def room(self, loaded: LoadedModel) -> FreeMemory:
