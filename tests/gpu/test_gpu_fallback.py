@@ -34,7 +34,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 @pytest.mark.parametrize("family", ["gpt2", "apertus", "mimo_v2_flash", "llama"])
 def test_answers_are_those_of_a_cpu(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
-    with LLM(str(tmp_path), device="cpu", dtype="float32", **OPTIONS) as llm:
+    with LLM(str(tmp_path), device="cpu", dtype="float32", cpu_kernels=False, **OPTIONS) as llm:
         expected = llm.generate(PROMPTS, PARAMS)
     with LLM(str(tmp_path), device="cuda", dtype="float32", gpu_memory_share=0.1, **OPTIONS) as llm:
         decoder, runner = decoder_of(llm), worker_of(llm).runner
