@@ -109,14 +109,14 @@ def over_http() -> Iterator[Passage]:
         if run["load"] in ("burst2", "burst3")
     ]
     text = "512 at once: bursts of later code gave {} to {} requests/s"
-    yield Passage("PERFORMANCE.md", text, [f"{min(later):.1f}", f"{max(later):.1f}"])
+    yield Passage("notes/serving.md", text, [f"{min(later):.1f}", f"{max(later):.1f}"])
     rounds = read("h200/steady.json")[
         "http (512 prompts at once, then 200 at 16/s Poisson; 512 in, 128 out; target 15 ms), in this order"
     ]
     poisson = [found for name, found in rounds.items() if name.startswith("poisson")]
     keys = ("TTFT ms, median", "ITL ms, median", "ITL ms, p99")
     medians = [number(statistics.median(float(found[key]) for found in poisson)) for key in keys]
-    yield Passage("PERFORMANCE.md", "{} ms (median) and ITL {} / {} ms", medians)
+    yield Passage("notes/serving.md", "{} ms (median) and ITL {} / {} ms", medians)
 
 
 def agents() -> Iterator[Passage]:
