@@ -104,6 +104,7 @@ def tokens(llm: LLM, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(list(prompts), PARAMS)]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,6 +196,7 @@ def test_models_with_drafts_sleep_wake_and_share_memory_and_say_the_same(tmp_pat
     asyncio.run(run())
 
 
+@pytest.mark.alone
 def test_a_wake_for_which_others_have_the_memory_is_refused_with_numbers_and_later_it_works(tmp_path: Path) -> None:
     folder = str(make_checkpoint("llama", tmp_path, **WIDE))
     plain = {name: value for name, value in OPTIONS.items() if name != "gpu_memory_share"}
