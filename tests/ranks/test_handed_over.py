@@ -34,14 +34,21 @@ from tests.support.families import make_checkpoint
 from tests.support.idle import core_here, is_idle
 from tests.support.peft_adapters import make_adapter
 from tests.support.served import ENGINE, PATIENCE, Served, children_of, command_of, eventually, serving
-from tests.support.tiers import settle, tier_of
+from tests.support.tiers import forget, settle, tier_of, trust
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory in /proc"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
 ]
 OPTIONS: dict[str, Any] = {"threads": 1, "dtype": "float32", "kv_cache_tokens": 4096}
-HANDED: dict[str, Any] = {"prefill_engines": 1, "decode_engines": 1, "kv_tier": ("host:64MB", "peer"), **OPTIONS}
+HANDED: dict[str, Any] = {
+    **OPTIONS,
+    "prefill_engines": 1,
+    "decode_engines": 1,
+    "kv_tier": ("host:64MB", "peer"),
+    "max_batch_tokens": 128,
+}
+"""Long prompts are computed in parts."""
 LONG = [[10 + (number + place * 7) % 110 for place in range(150 + 20 * number)] for number in range(4)]
 SHORT = [5, 6, 7]
 PAGES = 128
@@ -126,6 +133,22 @@ def test_what_pays_nothing_stays_where_it_is_answered(alone: LLM, handed: LLM) -
     [found], [expected] = (llm.generate([[31, *LONG[1]]], whole) for llm in (handed, alone))
     assert found.prompt_logprobs is not None and found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert prefill.statistics.requests == asked
+
+
+def test_the_other_engine_is_told_of_parts(alone: LLM, handed: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, _ = replicas(handed)
+    brought, bring = list[str](), prefill.workload.stored
+    assert bring is not None
+
+    def noted(generation: Generation) -> None:
+        brought.append(generation.output.request_id)
+        bring(generation)
+
+    monkeypatch.setattr(prefill.workload, "stored", noted)
+    prompts = [[40 + number, *prompt] for number, prompt in enumerate(LONG)]
+    found, expected = (llm.generate(prompts, KINDS["sampled"]) for llm in (handed, alone))
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    assert brought, "those whose first part has a whole page"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -249,6 +272,61 @@ def test_the_end_of_a_prompt_is_told_when_it_is_stored(tiny_model: Path, monkeyp
         [event] = until_told(core)
         assert (event.request_id, lacking(event)) == ("s#0", PAGES)
         hangs.set()
+        assert is_idle(llm)
+
+
+@pytest.mark.parametrize(("family", "parts"), [("llama", [64, 128, 192]), ("gemma3", []), ("qwen3_5", [])])
+def test_parts_are_told_as_they_are_stored(family: str, parts: list[int], tmp_path: Path) -> None:
+    """Unless windows or a state are needed beside them, which are those of another place."""
+    with LLM(str(make_checkpoint(family, tmp_path)), **CHUNKS, kv_tier=("host:32MB",)) as llm:
+        core = core_here(llm)
+        core._clock = lambda: 0.0
+        core.add(RequestSpec("r", PromptInput(LONG[3]), ResolvedParams(), 30).prompt_alone(tells_parts=True))
+        *told, last = until_told(core)
+        assert [event.stored_tokens for event in told] == parts and not any(event.finish_reason for event in told)
+        assert last.finish_reason == "length" and not last.stored_tokens
+        assert is_idle(llm)
+
+
+def test_the_last_part_is_a_small_one(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.engine.hand_overs.LAST_PART", 64)
+    with LLM(str(tiny_model), **OPTIONS, kv_tier=("host:32MB",)) as llm:
+        core, computed = core_here(llm), list[list[int]]()
+        core._clock, submit = (lambda: 0.0), core.executor.submit
+
+        def noted(output: SchedulerOutput) -> StepResult:
+            if output.scheduled:
+                computed.append([item.count for item in output.scheduled])
+            return submit(output)
+
+        core.executor.submit = noted  # type: ignore[method-assign]
+        for number, prompt in enumerate((LONG[3], LONG[3][5:100], LONG[3][7:100])):
+            core.add(
+                RequestSpec(f"r{number}", PromptInput(prompt), ResolvedParams(), 30).prompt_alone(tells_parts=True)
+            )
+            until_told(core)
+        assert computed == [[146], [64], [95], [93]]
+
+
+def test_pages_are_loaded_before_their_request_comes(tiny_model: Path) -> None:
+    """It finds them cached, or waits for them, and its answer says which store they are from."""
+    with LLM(str(tiny_model), **CHUNKS, kv_tier=("host:32MB",)) as llm:
+        core, tier = core_here(llm), trust(llm)
+        [expected] = llm.generate([LONG[3]], KINDS["sampled"])
+        for steps in (0, 1000):
+            forget(llm)
+            before = tier.figures()["host"].hit_tokens
+            core.bring(RequestSpec("0", PromptInput(LONG[3]), ResolvedParams(), 30))
+            assert core.has_work
+            for _ in range(steps):
+                assert not core.step()
+            [found] = llm.generate([LONG[3]], KINDS["sampled"])
+            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert tier.figures()["host"].hit_tokens == before + 192
+            assert found.cached_tokens == 192
+        forget(llm)
+        core.bring(RequestSpec("0", PromptInput([5, *LONG[3]]), ResolvedParams(), 30))
+        assert not core.has_work, "no store has any of it"
         assert is_idle(llm)
 
 

@@ -194,6 +194,13 @@ class CacheExtension:
         """Returns what other engines are to find of a prompt that is computed; None: nothing."""
         return None
 
+    def shared_part(self, request: Request, tokens: int) -> SharedPrompt | None:
+        """Returns what `shared` does, of the first tokens of a prompt; None: they cannot be loaded alone."""
+        return None
+
+    def bring(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> None:
+        """Bring the prefix of a request that will come, leaving `reserve` blocks for others; `step` is the next one."""
+
     def renew(self) -> Sequence[Request]:
         """Later steps compute with other weights; returns the requests that need not wait any longer."""
         return ()

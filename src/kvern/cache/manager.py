@@ -440,6 +440,16 @@ class KVCacheManager:
         found = (extension.shared(request, _contents(request)) for extension in self.extensions)
         return next((each for each in found if each is not None), None)
 
+    def shared_part(self, request: Request, tokens: int) -> "SharedPrompt | None":
+        """Returns what `shared` does, of the first tokens of a prompt; None: they cannot be loaded alone."""
+        found = (extension.shared_part(request, tokens) for extension in self.extensions)
+        return next((each for each in found if each is not None), None)
+
+    def bring(self, request: Request, step: int, reserve: int) -> None:
+        """Let extensions bring the prefix of a request that will come; `reserve` blocks are left for others."""
+        for extension in self.extensions:
+            extension.bring(request, _contents(request), step, reserve)
+
     def close(self) -> None:
         """The engine ends."""
         for extension in self.extensions:

@@ -34,7 +34,7 @@ from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.cache.shared_prompt import OtherSaves, SharedPrompt
 from kvern.cache.states import StatePool
 from kvern.cache.tier_drafts import DraftTraffic
-from kvern.cache.tier_loads import KnownPrompt, LoadedPage, PendingLoad, left_by, loaded_page
+from kvern.cache.tier_loads import KnownPrompt, LoadedPage, LoadedSpans, PendingLoad, left_by, loaded_page
 from kvern.cache.windows import WindowedBlocks
 from kvern.request.events import EngineStatistics
 from kvern.request.request import Request, State
@@ -92,9 +92,7 @@ class TierTraffic(CacheExtension):
         """Waiting requests for which a load was decided on, which happens once at most while a request waits."""
         self._looks: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         """The steps from which on waiting requests are looked at again."""
-        self._stores = [*tier.figures()]
-        self._came: WeakKeyDictionary[Request, list[tuple[str, int, int]]] = WeakKeyDictionary()
-        """A load for a waiting request: the store, the first token that it gave, and the one after it."""
+        self._came = LoadedSpans([*tier.figures()])
         self._questions: dict[Request, int] = {}
         self._unanswered: dict[Request, None] = {}
         """Requests that wait for what distant stores answer."""
@@ -111,6 +109,7 @@ class TierTraffic(CacheExtension):
         statistics.stores = self._tier.figures()
 
     def arrived(self, request: Request, contents: Sequence[int]) -> None:
+        self._came.arrived(request)
         question = self._tier.ask(self._parts(self._prompt(request, contents)))
         if question is not None:
             self._questions[request] = question
@@ -305,17 +304,23 @@ class TierTraffic(CacheExtension):
         prompt: KnownPrompt,
         pages: list[LoadedPage],
         step: int,
-        ahead: Sequence[tuple[int, int]],
+        ahead: Sequence[tuple[int, int]] | None,
         is_next: bool,
     ) -> bool:
+        """Begin a load, for which the request waits unless `ahead` is None: then it is still to come."""
         end = pages[-1].end * self._block_size
-        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead, is_next):
+        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead or (), is_next):
             return False
         if self._tier.keeps_drafts:
             ends = [page for page in pages if page.part is Part.BLOCKS and self._has(prompt, page.key, Part.DRAFT)]
             pages += [loaded_page(prompt, page.key, Part.DRAFT, page.end) for page in ends]
-        self._begin(prompt, pages, step)
+        self._begin(prompt, pages, step, waits=ahead is not None)
         return True
+
+    def bring(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> None:
+        found = self._look(request, contents, reserve)
+        if found is not None and not any(page.key in self._arriving for page in found[1]):
+            self._loads_if_it_pays(*found, step, None, is_next=False)
 
     def _look(
         self, request: Request, contents: Sequence[int], reserve: int
@@ -405,8 +410,8 @@ class TierTraffic(CacheExtension):
             if lacking:
                 yield page, lacking
 
-    def _begin(self, prompt: KnownPrompt, pages: list[LoadedPage], step: int) -> None:
-        """Load pages of a prompt."""
+    def _begin(self, prompt: KnownPrompt, pages: list[LoadedPage], step: int, waits: bool) -> None:
+        """Load pages of a prompt, for which its request `waits`, or will come."""
         size = self._block_size
         known = len(prompt.path)
         end = max(page.end for page in pages)
@@ -426,7 +431,9 @@ class TierTraffic(CacheExtension):
         self._numbers += 1
         namespace = prompt.request.cache_namespace
         load = PendingLoad(namespace, prompt.path, prompt.usable, edges, pages, taken[0], step, [], windows)
-        load.add(prompt.request, size)
+        if waits:
+            load.add(prompt.request, size)
+        load.ahead_of = "" if waits else prompt.request.request_id
         if self._states is not None:
             load.state = self._states.reserve()
         self._loading[self._numbers] = load
@@ -456,11 +463,8 @@ class TierTraffic(CacheExtension):
         self._asked.discard(request)
         self._looks.pop(request, None)
         self._drafts.placed(request)
-        came = self._came.pop(request, [])
+        loaded = self._came.take(request, request.answer.cached_tokens)
         if request.queue.preemptions == 0:
-            loaded = dict.fromkeys(self._stores, 0)
-            for store, first, end in came:
-                loaded[store] += max(0, min(end, request.answer.cached_tokens) - first)
             request.answer.loaded_tokens = loaded
 
     def report(self, report: object) -> list[Request]:
@@ -477,23 +481,11 @@ class TierTraffic(CacheExtension):
         if load is None:
             return []
         self._ended.append(number)
-        self._note(load, count)
+        self._came.note(load, count, self._block_size)
         for page in load.pages[:count]:
             self._enter(load, page)
         self._end(load)
         return load.waiting
-
-    def _note(self, load: PendingLoad, count: int) -> None:
-        """Remember from where the first pages of a load have come: a page gives the tokens from which no request could
-        continue without it."""
-        before = min(load.usable, load.known * self._block_size)
-        pages = []
-        for page in load.pages[:count]:
-            after = max(before, page.end * self._block_size)
-            pages.append((page.store, before, after))
-            before = after
-        for request in load.waiting:
-            self._came.setdefault(request, []).extend(pages)
 
     def _enter(self, load: PendingLoad, page: LoadedPage) -> None:
         """A part of a page has arrived: nodes of the prefix tree have it."""
@@ -532,6 +524,14 @@ class TierTraffic(CacheExtension):
             awaited += [(key, Part.STATE) for key in kept[-1:]]
         size = self._page_blocks * self._block_size
         return SharedPrompt(self._others, keys, awaited, size, self._is_planned, lambda: self._offer_again(cached()))
+
+    def shared_part(self, request: Request, tokens: int) -> SharedPrompt | None:
+        """Pages are saved in order, so the last one is awaited; what has windows or states is loaded with the last."""
+        nodes = request.nodes[: tokens // self._block_size][self._ends]
+        if not nodes or self._windows is not None or self._states is not None:
+            return None
+        keys, size = [*map(self._tree.key, nodes)], self._page_blocks * self._block_size
+        return SharedPrompt(self._others, keys, deque([(keys[-1], Part.BLOCKS)]), size, self._is_planned, lambda: None)
 
     def _is_planned(self, key: bytes, part: Part) -> bool:
         """True if one of the next steps saves a part of a page, if it can."""

@@ -1,8 +1,9 @@
 """Loads from a tier of the KV cache that are on their way, and what is known of a prompt when one is decided on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from kvern.cache.messages import NO_STATE, Part
 from kvern.cache.radix import Node
@@ -43,6 +44,8 @@ class PendingLoad:
     state: int = NO_STATE
     lacking: int = 0
     """Blocks that the requests that wait need beside these."""
+    ahead_of: str = ""
+    """The request that will come, for which pages are loaded though nobody waits for them yet."""
     known: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,6 +55,48 @@ class PendingLoad:
         """Another request waits for these pages."""
         self.waiting.append(request)
         self.lacking += max(0, -(-len(request.token_ids) // block_size) - self.known - len(self.blocks))
+
+
+MOST_AHEAD = 256
+"""Requests that will come, of which it is remembered what was loaded for them."""
+
+
+class LoadedSpans:
+    """The tokens of the prompts of requests that wait, or will come, by the stores that have given them."""
+
+    def __init__(self, stores: Sequence[str]) -> None:
+        self._stores = stores
+        self._spans: WeakKeyDictionary[Request, list[tuple[str, int, int]]] = WeakKeyDictionary()
+        """The store, the first token that it gave, and the one after it."""
+        self._ahead: dict[str, list[tuple[str, int, int]]] = {}
+
+    def note(self, load: PendingLoad, count: int, block_size: int) -> None:
+        """The first pages of a load have come: each gives the tokens from which no request could go on without it."""
+        before = min(load.usable, load.known * block_size)
+        pages = []
+        for page in load.pages[:count]:
+            after = max(before, page.end * block_size)
+            pages.append((page.store, before, after))
+            before = after
+        for request in load.waiting:
+            self._spans.setdefault(request, []).extend(pages)
+        if load.ahead_of:
+            self._ahead.setdefault(load.ahead_of, []).extend(pages)
+            if len(self._ahead) > MOST_AHEAD:
+                del self._ahead[next(iter(self._ahead))]
+
+    def arrived(self, request: Request) -> None:
+        """A request has come, for which pages may have been loaded before."""
+        if (spans := self._ahead.pop(request.request_id, None)) is not None:
+            self._spans[request] = spans
+
+    def take(self, request: Request, cached: int) -> Mapping[str, int]:
+        """Returns how many of a request's tokens that are cached each store gave, and forgets it."""
+        loaded, reached = dict.fromkeys(self._stores, 0), 0
+        for store, first, end in sorted(self._spans.pop(request, []), key=lambda span: span[1:]):
+            loaded[store] += max(0, min(end, cached) - max(first, reached))
+            reached = max(reached, end)
+        return loaded
 
 
 class KnownPrompt(NamedTuple):

@@ -197,6 +197,11 @@ class EngineCore(EngineLoop):
         else:
             self._held[request.request_id] = request, preparing
 
+    def bring(self, spec: RequestSpec) -> None:
+        request = requests_of(spec, ())[0]
+        self._name(request)
+        self.scheduler.cache.bring(request, self.scheduler.step + 1, self.scheduler.running.reserved_blocks)
+
     def _name(self, request: Request) -> None:
         """Let a request share blocks with those of the same weights, adapter and namespace."""
         digest = b"" if request.adapter is None else self._digests.get(request.adapter, b"")
@@ -385,7 +390,7 @@ class EngineCore(EngineLoop):
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
         if self._handing.computed:
-            events = self._handing.withhold(events, self._clock())
+            events = self._handing.withhold(events, output, self._clock())
         if self.drafting is not None:
             answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
             self.drafting.propose(answered, len(self.scheduler.running))

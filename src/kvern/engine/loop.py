@@ -42,6 +42,9 @@ class EngineLoop(ABC):
     def add(self, spec: RequestSpec, progress: Sequence[Progress] = ()) -> None:
         """Queue what a user asked in one; `progress` says how far an earlier engine brought which answers."""
 
+    def bring(self, spec: RequestSpec) -> None:  # noqa: B027 (an engine without a tier has nothing to load)
+        """Load what stores have of a prompt that another engine still computes, if there is room for it."""
+
     @abstractmethod
     def finish(
         self, request_ids: Iterable[str], reason: FinishReason = "abort", stop_reason: str | None = None

@@ -27,6 +27,7 @@ from functools import partial
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
 from kvern.drafting.room import Wanted, to_guess, to_verify
+from kvern.engine.hand_overs import before_last_part
 from kvern.engine.queues import Cause, Policy, RunningRequests, WaitingQueue, future_siblings
 from kvern.engine.recorder import Recorder
 from kvern.engine.rows import decode_token
@@ -308,6 +309,8 @@ class Scheduler:
         until = self.cache.until(request)
         if not until:
             return 0
+        if request.spec.tells_parts:
+            until = min(until, before_last_part(request.remaining_tokens))
         until = max(until, fewest)
         count = budget.chunk(start, request.remaining_tokens, until, fewest)
         if not count and fewest > 1 and self._crowded is None:

@@ -39,6 +39,8 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of `cached_tokens` that each store of the tier gave; reported once a request, if there is a tier."""
     record: RequestRecord | None = None
     """The record of the answer, with its last event, or in an event of its own if it was ended from outside."""
+    stored_tokens: int = 0
+    """The event tells only this: so many tokens of a prompt for another engine have pages in a store, and more will."""
 
 
 CAUSES = (

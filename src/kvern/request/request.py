@@ -194,8 +194,10 @@ class RequestSpec(RequestOptions, frozen=True, array_like=True, gc=False):
     """The tokens of the predicted output, from which drafts are taken."""
     hands_over: bool = False
     """Another engine answers: this one computes the prompt, and its end is reported once a store of the tier has it."""
+    tells_parts: bool = False
+    """It is reported as well how much of the prompt a store has so far, for the other engine to load meanwhile."""
 
-    def prompt_alone(self) -> "RequestSpec":
+    def prompt_alone(self, *, tells_parts: bool = False) -> "RequestSpec":
         """Returns the request for an engine that hands the prompt over: one token is sampled, which nobody uses."""
         return msgspec.structs.replace(
             self,
@@ -208,6 +210,7 @@ class RequestSpec(RequestOptions, frozen=True, array_like=True, gc=False):
             predicted=(),
             whole=True,
             hands_over=True,
+            tells_parts=tells_parts and not self.prompt.attachments,
         )
 
     @property

@@ -227,7 +227,7 @@ def serve(
                 prepares |= again and idle == HEARTBEAT_SECONDS  # sooner the next request might come, and wait
                 break
             match wire.decode_for_engine(socket.recv()):
-                case wire.AddRequest() as message:
+                case wire.AddRequest() | wire.BringPages() as message:
                     early += add(core, message)
                 case wire.FinishRequests(request_ids, reason, stop_reason):
                     early += core.finish(request_ids, reason, stop_reason)
@@ -271,8 +271,11 @@ def prepare(socket: "zmq.Socket[bytes]", core: EngineLoop) -> bool:
     return core.idle()
 
 
-def add(core: EngineLoop, message: wire.AddRequest) -> list[TokenEvent]:
-    """Queue a request; the events that say why it cannot be."""
+def add(core: EngineLoop, message: wire.AddRequest | wire.BringPages) -> list[TokenEvent]:
+    """Queue a request, or load pages of one that will come; the events that say why it cannot be."""
+    if isinstance(message, wire.BringPages):
+        core.bring(message.spec)
+        return []
     try:
         core.add(message.spec, message.progress)
     except Exception as error:

@@ -60,6 +60,9 @@ class Siblings(Protocol):
     def go_on(self, generation: Generation) -> None:
         """Give an engine a request that none has, or whose prompt another has computed."""
 
+    def bring(self, generation: Generation) -> None:
+        """Have the engine that is likely to answer a request load what stores have of its prompt."""
+
     def move(self) -> None:
         """Give what waits for an engine, or behind others' trials, to engines that begin with it at once."""
 
@@ -94,6 +97,7 @@ class Replica:
         """It computes prompts for others, and answers only if these are gone."""
         if self.is_prefill:
             self.workload.handed_over = siblings.go_on
+            self.workload.stored = siblings.bring
         self.workload.changed = self._weigh
         self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
         self._started = False

@@ -48,7 +48,7 @@ from kvern.serving.replica import Replica
 from kvern.serving.served import SERVED
 from kvern.serving.supervisor import Supervisor, until_one_is_available
 from kvern.serving.weight_files import WeightFiles
-from kvern.serving.wire import Ready
+from kvern.serving.wire import BringPages, Ready
 from kvern.serving.workload import Generation, Turns, Workload
 
 logger = logging.getLogger("kvern")
@@ -435,6 +435,11 @@ class Replicas:
         else:
             self.withdraw([generation])
             generation.fail(error)
+
+    def bring(self, generation: Generation) -> None:
+        """Have the engine that is likely to answer a request load what stores have of its prompt."""
+        if (chosen := self._cheapest_of(generation, self.index.levels(generation.names), prefill=False)) is not None:
+            chosen.supervisor.send(BringPages(generation.spec.prompt_alone()))
 
     def has_other(self, replica: Replica) -> bool:
         """Another one takes requests."""

@@ -42,6 +42,12 @@ class AddRequest(WireMessage):
     """The digest of its adapter, for another server, where adapters have other keys."""
 
 
+class BringPages(WireMessage):
+    """Load what stores have of a prompt, which another engine still computes, into the prefix cache."""
+
+    spec: RequestSpec
+
+
 class FinishRequests(WireMessage):
     """End requests: their client has gone, or a stop string was seen."""
 
@@ -257,6 +263,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_for_engine = msgspec.msgpack.Decoder(
     Start
     | AddRequest
+    | BringPages
     | FinishRequests
     | LoadAdapter
     | UnloadAdapter

@@ -138,7 +138,8 @@ class Generation:
         If it may be the cause of engines' deaths, every token is reported.
         """
         if self.hands_over:
-            return AddRequest(self.spec.prompt_alone())
+            tells_parts = self.workload is not None and self.workload.stored is not None
+            return AddRequest(self.spec.prompt_alone(tells_parts=tells_parts))
         if not any(answer.token_ids for answer in self.output.outputs) and not self.resumed:
             return AddRequest(self.spec)
         spec = msgspec.structs.replace(self.spec, whole=False)
@@ -252,6 +253,8 @@ class Workload:
         """The name of the engine."""
         self.handed_over: Callable[[Generation], None] | None = None
         """Is called when the engine has computed a prompt for another; None: it never does."""
+        self.stored: Callable[[Generation], None] | None = None
+        """Is called when stores have some of such a prompt; None: nobody asks."""
         self.fate = "another engine took it over"
         """The reason why the engine loses its requests next."""
         self._served: WeakValueDictionary[str, ServedRequest] = WeakValueDictionary()
@@ -359,6 +362,8 @@ class Workload:
                 self._metrics.handed_over()
                 generation.hand_over(event.record, str(event.stop_reason or ""))
                 handed_over(generation)
+            elif event.stored_tokens and self.stored is not None:
+                self.stored(generation)
         return others
 
     def clear(self, generation: Generation) -> None:
