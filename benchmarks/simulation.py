@@ -3,6 +3,7 @@
     python benchmarks/simulation.py [--model kvern-12m] [--seconds 12] [--shares 0.4 0.8]
     python benchmarks/simulation.py --model benchmarks/models/llama-3.1-8b --load-format dummy --keep FOLDER
     python benchmarks/simulation.py --kept FOLDER       # simulates, anywhere, what was measured and kept
+    python benchmarks/simulation.py --kept FOLDER --json FILE      # and writes the figures of both to a record
 
 Builds the kernels for CPUs if they are missing, finds what the engine answers at most, and records steps of loads at
 several shares of that rate, for costs to be fitted to. Then it runs other loads, three times each with other requests.
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvern.bench.record import Better, Case, figure
+from kvern.bench.record import keep as record_to
 from kvern.bench.steps import MeasuredEngine
 from kvern.config import EngineConfig
 from kvern.io.interpreter import settle
@@ -36,8 +39,6 @@ from kvern.simulate.study import Condition, run_once
 LENGTHS = "input=uniform:50:400,output=uniform:20:120"
 CALIBRATED = 0.2, 0.5, 0.8, 1.0, float("inf")
 """Shares of the greatest rate at which steps are recorded; the last is a crowd, which has the largest batches."""
-WARM_STEPS = 20
-"""The first steps of a run do not count: some are the first of their kind."""
 REPEATS, SEEDS = 3, 5
 LEAST_REQUESTS = 40
 FITTED, CROWD = "fitted", "all at once"
@@ -78,12 +79,13 @@ def main() -> None:
     parser.add_argument("--lengths", default=LENGTHS, help="of prompts and answers, as in --load of kvern simulate")
     parser.add_argument("--keep", type=Path, help="write the measured runs to this folder, and simulate none")
     parser.add_argument("--kept", type=Path, help="take the measured runs of this folder")
+    parser.add_argument("--json", type=Path, help="write the record of what was compared to this file")
     options = parser.parse_args()
     runs = measure(options) if options.kept is None else kept(options.kept)
     if options.keep is not None:
         keep(runs, options.keep)
     else:
-        compare(runs)
+        compare(runs, options.json)
 
 
 def measure(options: argparse.Namespace) -> Runs:
@@ -103,7 +105,8 @@ def measure(options: argparse.Namespace) -> Runs:
         return Measured(record, found)
 
     def count(rate: float) -> int:
-        return max(LEAST_REQUESTS, round(rate * options.seconds))
+        seconds: float = options.seconds
+        return max(LEAST_REQUESTS, round(rate * seconds))
 
     guess = run(float("inf"), 99, LEAST_REQUESTS).figures["requests_per_second"]
     found = {CROWD: [run(float("inf"), seed, count(guess)) for seed in range(REPEATS)]}
@@ -136,19 +139,19 @@ def kept(folder: Path) -> Runs:
     }
 
 
-def compare(runs: Runs) -> None:
-    """Simulates the loads of runs, and prints the tables."""
+def compare(runs: Runs, output: Path | None = None) -> None:
+    """Simulates the loads of runs, prints the tables, and writes the record to a file if one is named."""
     fitted = runs.pop(FITTED)
     header = fitted[0].record.header
     print(f"\n{header.model} on {header.hardware}, kvern {header.version}")
     replays = [replay(each.record) for several in (fitted, *runs.values()) for each in several]
     differ = [each for each in replays if each.differs is not None]
     print(f"replayed: {sum(each.steps for each in replays):,} steps of {len(replays)} runs, {len(differ)} runs differ")
-    fit = fit_steps([sample for each in fitted for sample in _samples(each)])
+    fit = fit_steps([sample for each in fitted for sample in each.record.samples])
     print(f"costs of {fit.steps:,} steps: {fit.errors}\n")
     condition = Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace)
     print("| load | | measured | simulated | off |\n|---|---|---|---|---|")
-    short = []
+    short, cases = [], []
     for name, several in runs.items():
         offs = {}
         simulated = [run_once(condition, each.record.load, seed, {}) for each in several for seed in range(SEEDS)]
@@ -157,15 +160,33 @@ def compare(runs: Runs) -> None:
             found = interval([each[key] for each in simulated])
             offs[key] = found[0] / real[0] - 1 if real[0] else 0.0
             print(f"| {name} | {label} | {_told(real)} | {_told(found)} | {offs[key]:+.0%} |", flush=True)
+        cases.append(_case(name, several, simulated))
         short.append(_in_short(f"{header.model.rpartition('/')[2]}, {name}", offs, name == CROWD))
-    others = [sample for each in chain.from_iterable(runs.values()) for sample in _samples(each)]
+    others = [sample for each in chain.from_iterable(runs.values()) for sample in each.record.samples]
     _print_sums(FittedPrice(fit, None), others)
     print("\n| at | throughput | TTFT p50/p99 | ITL p50/p99 | end to end p50/p99 |")
     print("|---|---|---|---|---|", *short, sep="\n")
+    findings = {
+        "measured_on": header.hardware,
+        "errors_of_costs": fit.errors,
+        "steps": fit.steps,
+        "differ": len(differ),
+    }
+    record_to(output, "simulation", header.model, {"seeds": SEEDS}, cases, findings)
 
 
-def _samples(run: Measured) -> list[StepSample]:
-    return run.record.samples[WARM_STEPS:]
+def _case(name: str, measured: Sequence[Measured], simulated: Sequence[Figures]) -> Case:
+    """Returns what was measured of a load, beside what was simulated of it."""
+    figures_of = {key: figure([each.figures[key] for each in measured], _unit(key), _better(key)) for key in SHOWN}
+    return Case(name, figures_of, details={"simulated": {key: [each[key] for each in simulated] for key in SHOWN}})
+
+
+def _unit(key: str) -> str:
+    return "ms" if key.endswith("_ms") else key.replace("_per_second", "/s")
+
+
+def _better(key: str) -> Better:
+    return "lower" if key.endswith("_ms") else "higher"
 
 
 def _in_short(name: str, offs: dict[str, float], is_crowd: bool) -> str:

@@ -153,6 +153,54 @@ def test_pauses_of_the_host_are_as_long_in_long_steps_as_in_short_ones() -> None
         assert max(drawn) < 1.1 * max(taken)
 
 
+def test_ends_of_steps_that_are_seen_late_make_costs_neither_less_nor_more() -> None:
+    """The end of every third step is seen when the next one has nearly ended, which then seems to take little."""
+    dice = random.Random(7)
+    found = []
+    for _ in range(1500):
+        prompt = dice.choice((100, 200, 400, 700))
+        load = StepLoad(4 + prompt, 0, 0.0, 0.0, prompt)
+        found.append(StepSample(StepWork(load, 5, 1), 0.01 + 2e-5 * prompt))
+    for place in range(0, len(found) - 1, 3):
+        late = 0.9 * found[place + 1].seconds
+        found[place] = found[place]._replace(seconds=found[place].seconds + late)
+        found[place + 1] = found[place + 1]._replace(seconds=found[place + 1].seconds - late)
+    fit = fit_steps(found)
+    for prompt in (100, 200, 400, 700):
+        work = StepWork(StepLoad(4 + prompt, 0, 0.0, 0.0, prompt), 5, 1)
+        assert fit.seconds(work) == pytest.approx(0.01 + 2e-5 * prompt, rel=0.1)
+
+
+def test_prompts_add_to_what_the_decodes_of_a_mixture_of_experts_take() -> None:
+    """Few tokens read most experts: costs rise steeply, then hardly, and steps that were not seen are on the curves."""
+    curve = {rows: 0.003 + 0.015 * (1 - (1 - 1 / 16) ** rows) for rows in range(1, 129)}
+    found = []
+    dice = random.Random(5)
+    for place in range(4000):
+        rows, prompt = int(128 ** dice.random()), dice.choice((64, 128, 256)) if place % 3 == 0 else 0
+        load = StepLoad(rows + prompt, 0, 0.0, 0.0, prompt)
+        seconds = curve[rows] + (0.002 + 1e-5 * prompt) * bool(prompt)
+        found.append(StepSample(StepWork(load, rows + bool(prompt), 0), seconds))
+    fit = fit_steps([each for each in found if each.work.requests > 5 or not each.work.load.prompt])
+    for rows, prompt in itertools.product((1, 4, 16, 100), (0, 64, 256)):
+        expected = curve[rows] + (0.002 + 1e-5 * prompt) * bool(prompt)
+        work = StepWork(StepLoad(rows + prompt, 0, 0.0, 0.0, prompt), rows + bool(prompt), 0)
+        assert fit.seconds(work) == pytest.approx(expected, rel=0.06)
+
+
+def test_more_rows_never_take_less_however_the_keys_that_they_read_grow_with_them() -> None:
+    dice = random.Random(6)
+    found = []
+    for _ in range(3000):
+        rows = int(200 ** dice.random())
+        keys = int(rows * dice.uniform(450, 550))
+        seconds = (0.004 + 4e-5 * rows + 2e-8 * keys) * dice.uniform(0.95, 1.05)
+        found.append(StepSample(StepWork(StepLoad(rows, keys), rows, 0), seconds))
+    decodes, prompts = fit_steps(found).curves
+    assert decodes.seconds == tuple(sorted(decodes.seconds)) and min(decodes.seconds) > 0
+    assert decodes.at(0) == 0.0 == prompts.at(0) == prompts.at(64)  # there were no prompts
+
+
 def test_decodes_draw_together_what_they_draw_one_by_one() -> None:
     fit = fit_steps(samples(1500, noise=0.3))
     for seed in (None, 1, 2):

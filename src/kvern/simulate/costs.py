@@ -1,12 +1,13 @@
 """The seconds of steps: fitted from recorded steps of a real engine, or estimated from a card's rates.
 
-    seconds = base(rows) + per request + per new request + per key + per pair, and a part for steps with prompts
+    seconds = decodes(rows that decode) + prompts(tokens of prompts) + per prompt, new request, key and pair
 
-`base` is interpolated between numbers of rows. What the fit leaves over are ratios of measured to fitted times. A pause
-of the host that doubles a short step is little of a long one, so ratios belong to steps of a class, of similar fitted
-times. Kept is, in the order of the steps, where each stands among those of its class, and a simulation draws these
-places in runs and takes the ratios there of the class of its own steps: slow steps follow each other on a machine, and
-an answer that meets them waits for all of them.
+Both are interpolated between numbers that were seen, and never fall. They add up, because the tokens of a prompt read
+weights that the decodes beside them have read already. What the fit leaves over are ratios of measured to fitted times.
+A pause of the host that doubles a short step is little of a long one, so ratios belong to steps of a class, of similar
+fitted times. Kept is, in the order of the steps, where each stands among those of its class, and a simulation draws
+these places in runs and takes the ratios there of the class of its own steps: slow steps follow each other on a
+machine, and an answer that meets them waits for all of them.
 
 Steps of equal work do not take equal times, so no model is right about single ones: `Errors` has the error of the fit
 beside the spread among steps of like work, and the error where this spread is averaged out.
@@ -50,6 +51,10 @@ LEAST_LIKE = 5
 CLASS = 1.5
 """Fitted times of a class are within such a factor, if enough steps are."""
 LEAST_OF_CLASS = 30
+RATIO = 1.15
+"""A number of rows whose cost is fitted, to the one before."""
+TURNS = 8
+"""Fits, each with the weights of steps that the one before gives."""
 SMOOTH = 0.02
 """The weight of a bend of the costs, so that those of numbers of rows that were rarely seen lie between others."""
 
@@ -123,11 +128,35 @@ class Residuals(msgspec.Struct, frozen=True):
     places: tuple[float, ...]
 
 
+class Curve(msgspec.Struct, frozen=True):
+    """The seconds of some numbers of rows, the least first; none take none."""
+
+    knots: tuple[int, ...]
+    seconds: tuple[float, ...] = ()
+
+    def at(self, rows: int) -> float:
+        """Returns the seconds of so many rows."""
+        return sum(share * self.seconds[place] for place, share in self.between(rows))
+
+    def between(self, rows: int) -> list[tuple[int, float]]:
+        """Returns the places of the knots around a number of rows, with the weight of each."""
+        knots = self.knots
+        above = bisect_right(knots, rows)
+        if not rows or not knots:
+            return []
+        if above == 0:
+            return [(0, 1.0)]
+        if above == len(knots):
+            return [(above - 1, rows / knots[-1])]
+        share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
+        return [(above - 1, 1 - share), (above, share)]
+
+
 class StepFit(msgspec.Struct, frozen=True):
     """Costs that were fitted to steps. `decodes`, `prompts`: what is left over of steps without and with prompts."""
 
-    knots: tuple[int, ...]
-    base: tuple[float, ...]
+    curves: tuple[Curve, Curve]
+    """The costs of rows that decode, and of tokens of prompts."""
     others: tuple[float, ...]
     decodes: Residuals
     prompts: Residuals
@@ -136,7 +165,7 @@ class StepFit(msgspec.Struct, frozen=True):
 
     def seconds(self, work: StepWork) -> float:
         """Returns the time of a step without what is drawn."""
-        found = sum(share * self.base[place] for place, share in _between(self.knots, work.load.rows))
+        found = sum(curve.at(rows) for curve, rows in zip(self.curves, _rows(work.load), strict=True))
         return found + sum(each * value for each, value in zip(self.others, _others(work), strict=True))
 
 
@@ -232,10 +261,10 @@ def fit_steps(samples: Sequence[StepSample]) -> StepFit:
         )
     windows = [samples[first : first + WINDOW] for first in range(0, len(samples), WINDOW)]
     trained = [sample for number, window in enumerate(windows) if number % HELD_OUT for sample in window]
-    knots = _knots([sample.work.load.rows for sample in samples])
-    base, others = _solve(trained, knots)
+    decodes, prompts = (_knots(each) for each in zip(*(_rows(sample.work.load) for sample in samples), strict=True))
+    curves, others = _solve(trained, (Curve(decodes), Curve(prompts)))
     nothing = Residuals((), ((1.0,),), (0.0,))
-    found = StepFit(knots, base, others, nothing, nothing, Errors(), len(samples))
+    found = StepFit(curves, others, nothing, nothing, Errors(), len(samples))
     errors = errors_of(FittedPrice(_with_residuals(found, trained), None), windows[::HELD_OUT])
     return msgspec.structs.replace(_with_residuals(found, samples), errors=errors)
 
@@ -305,12 +334,15 @@ def _residuals(fit: StepFit, samples: Sequence[StepSample]) -> Residuals | None:
     return Residuals(tuple(edges), ratios, tuple(places)) if samples else None
 
 
-def _knots(rows: Sequence[int]) -> tuple[int, ...]:
-    """Returns numbers of rows that are some 1.4 times as large as the one before, within those that were seen."""
+def _knots(seen: Sequence[int]) -> tuple[int, ...]:
+    """Returns numbers of rows that are `RATIO` times as large as the one before, within those that were seen."""
+    rows = [count for count in seen if count]
+    if not rows:
+        return ()
     low, high = min(rows), max(rows)
     found = [low]
     while found[-1] < high:
-        found.append(min(high, max(found[-1] + 1, int(found[-1] * 1.4))))
+        found.append(min(high, max(found[-1] + 1, int(found[-1] * RATIO))))
     return tuple(
         knot for place, knot in enumerate(found) if place in (0, len(found) - 1) or _is_seen(rows, found, place)
     )
@@ -321,54 +353,79 @@ def _is_seen(rows: Sequence[int], knots: Sequence[int], place: int) -> bool:
     return any(knots[place - 1] < count < knots[place + 1] for count in rows)
 
 
-def _between(knots: Sequence[int], rows: int) -> list[tuple[int, float]]:
-    """Returns the knots around a number of rows, with the weight of each."""
-    above = bisect_right(knots, rows)
-    if above == 0:
-        return [(0, 1.0)]
-    if above == len(knots):
-        return [(above - 1, rows / knots[-1])]
-    share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
-    return [(above - 1, 1 - share), (above, share)]
+def _rows(load: StepLoad) -> tuple[int, int]:
+    """Returns how many rows decode, and how many are tokens of prompts."""
+    return load.rows - load.prompt, load.prompt
 
 
 def _others(work: StepWork) -> tuple[float, ...]:
     load = work.load
-    return work.requests, work.joined, load.keys, load.pairs, load.prompt, float(load.prompt > 0)  # see KEYS, PAIRS
+    prompts = max(0, work.requests - load.rows + load.prompt)
+    return prompts, work.joined, load.keys, load.pairs  # see KEYS, PAIRS
 
 
-def _solve(samples: Sequence[StepSample], knots: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns costs, none below 0, with the least squares of relative errors; outliers count less in a second turn."""
-    matrix = np.array(list(_rows_of(samples, knots)))
+def _solve(samples: Sequence[StepSample], curves: tuple[Curve, Curve]) -> tuple[tuple[Curve, Curve], tuple[float, ...]]:
+    """Returns costs, none below 0, with the least squares of errors, which outliers count less in.
+
+    Errors are relative to fitted times: relative to measured ones, a step whose end is seen early would count more than
+    one whose end is seen late. Those of steps that are shorter than most are relative to the median of all.
+    """
+    matrix = np.array(list(_rows_of(samples, curves)))
     seconds = np.array([sample.seconds for sample in samples])
-    bends = SMOOTH * len(samples) ** 0.5 / float(np.median(seconds)) * _bends(knots, matrix.shape[1])
+    usual = float(np.median(seconds))
+    rises, bends = _rises(curves, matrix.shape[1]), _bends(curves, matrix.shape[1])
+    bends *= SMOOTH * len(samples) ** 0.5 / usual
     straight = np.zeros(len(bends))
-    weights = 1 / seconds
-    for _ in range(4):
-        costs = _non_negative(
-            np.vstack([matrix * weights[:, None], bends]), np.concatenate([seconds * weights, straight])
-        )
-        errors = np.abs(matrix @ costs / seconds - 1)
+    weights = 1 / np.maximum(seconds, usual)
+    for _ in range(TURNS):
+        rows = np.vstack([matrix * weights[:, None], bends]) @ rises
+        costs = rises @ _non_negative(rows, np.concatenate([seconds * weights, straight]))
+        fitted = matrix @ costs
+        long = np.maximum(fitted, usual)
+        errors = np.abs(seconds - fitted) / long
         scale = max(float(np.median(errors)), 1e-9)
-        weights = 1 / seconds / np.sqrt(np.maximum(1.0, errors / (2 * scale)))
+        weights = 1 / long / np.sqrt(np.maximum(1.0, errors / (2 * scale)))
     found = costs.tolist()
-    return tuple(found[: len(knots)]), tuple(found[len(knots) :])
+    first, second = (len(curve.knots) for curve in curves)
+    decodes = Curve(curves[0].knots, tuple(found[:first]))
+    prompts = Curve(curves[1].knots, tuple(found[first : first + second]))
+    return (decodes, prompts), tuple(found[first + second :])
 
 
-def _bends(knots: Sequence[int], width: int) -> "npt.NDArray[np.float64]":
-    """Returns a row for each inner knot: by how much its cost differs from those beside it."""
-    found = np.zeros((max(0, len(knots) - 2), width))
-    for place, bend in enumerate(found, 1):
-        share = (knots[place] - knots[place - 1]) / (knots[place + 1] - knots[place - 1])
-        bend[place - 1 : place + 2] = share - 1, 1.0, -share
+def _rises(curves: Sequence[Curve], width: int) -> "npt.NDArray[np.float64]":
+    """Returns what makes costs of those between a knot and the one before it, and leaves others as they are."""
+    found = np.eye(width)
+    first = 0
+    for curve in curves:
+        last = first + len(curve.knots)
+        found[first:last, first:last] = np.tri(last - first)
+        first = last
     return found
 
 
-def _rows_of(samples: Sequence[StepSample], knots: Sequence[int]) -> Iterator[list[float]]:
+def _bends(curves: Sequence[Curve], width: int) -> "npt.NDArray[np.float64]":
+    """Returns a row for each inner knot: by how much its cost differs from those beside it."""
+    found = []
+    first = 0
+    for curve in curves:
+        knots = curve.knots
+        for place in range(1, len(knots) - 1):
+            share = (knots[place] - knots[place - 1]) / (knots[place + 1] - knots[place - 1])
+            bend = np.zeros(width)
+            bend[first + place - 1 : first + place + 2] = share - 1, 1.0, -share
+            found.append(bend)
+        first += len(knots)
+    return np.array(found).reshape(-1, width)
+
+
+def _rows_of(samples: Sequence[StepSample], curves: Sequence[Curve]) -> Iterator[list[float]]:
     for sample in samples:
-        row = [0.0] * len(knots)
-        for place, share in _between(knots, sample.work.load.rows):
-            row[place] = share
+        row: list[float] = []
+        for curve, rows in zip(curves, _rows(sample.work.load), strict=True):
+            part = [0.0] * len(curve.knots)
+            for place, share in curve.between(rows):
+                part[place] = share
+            row += part
         yield [*row, *_others(sample.work)]
 
 
