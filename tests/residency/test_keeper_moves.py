@@ -212,7 +212,7 @@ def test_idle_models_end_while_the_machine_around_gpus_has_little_memory(
     with caplog.at_level(logging.WARNING, "kvern"):
         asyncio.run(run())
     [said] = [record.getMessage() for record in caplog.records if "little memory" in record.getMessage()]
-    assert said.endswith("shall stay so: one becomes cold")
+    assert said.endswith(("shall stay so: one becomes cold", "shall stay so: two becomes cold"))
 
 
 class Reserve:
