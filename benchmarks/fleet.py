@@ -93,14 +93,14 @@ def speed(options: argparse.Namespace) -> Figures:
     condition = resolved(engine(), {"replicas": str(options.replicas), "shards": str(options.shards)})
     conversations = options.rate * options.replicas / TURNS
     text = f"rate={conversations:.4f},requests={options.requests},{TALKS},think=20s"
-    begun = time.monotonic()
+    begun, before = time.monotonic(), _processor_seconds()
     load = list(read_load(text))
     drawn = time.monotonic()
     figures = run_once(condition, load, 0, read_slo(SLO))
     seconds = time.monotonic() - begun
     own, children = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     cores = len(os.sched_getaffinity(0))
-    processor = sum(usage.ru_utime + usage.ru_stime for usage in (own, children))
+    processor = _processor_seconds() - before
     # each process counts what it shares with the first one, too
     memory = (own.ru_maxrss + min(cores, options.shards) * children.ru_maxrss) / 1e6
     found = {
@@ -116,12 +116,17 @@ def speed(options: argparse.Namespace) -> Figures:
     }
     print(
         f"{len(load):,} requests on {options.replicas:,} engines in {options.shards} groups: {seconds:,.0f} s on "
-        f"{cores} cores, {processor:,.0f} s of a core, {1000 * processor / len(load):.2f} ms a request; at most "
-        f"{memory:.1f} GB"
+        f"{cores} cores, {processor:,.0f} s of a core, {1000 * processor / len(load):.2f} ms a request, "
+        f"{figures['generated_tokens'] / processor:,.0f} tokens of answers a second of a core; at most {memory:.1f} GB"
     )
     json.dump(figures, sys.stdout, indent=1)
     print()
     return found
+
+
+def _processor_seconds() -> float:
+    usages = (resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def cards(seconds: float) -> Figures:

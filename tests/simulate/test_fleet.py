@@ -1,5 +1,6 @@
 """Several simulated engines: requests are divided as a server does it, which knows of a step when it has ended."""
 
+import gc
 import json
 import random
 from collections.abc import Iterable
@@ -7,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from kvern.cache.radix import Node
 from kvern.cli.main import main
 from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
@@ -14,6 +16,7 @@ from kvern.loads.source import read_load
 from kvern.serving.prefix_index import Level, PrefixIndex
 from kvern.simulate.engine import DrivenEngine, Prompts, simulated_engine
 from kvern.simulate.fleet import ROUTERS, Fleet
+from kvern.simulate.study import Condition, run_once
 from tests.support.simulation import SIZES, DrawnPrice, EvenPrice
 
 LARGE = msgspec.structs.replace(SIZES, blocks=2048, max_model_len=4096, max_batch_tokens=512)
@@ -118,3 +121,18 @@ def test_the_command_compares_numbers_of_engines(capsys: pytest.CaptureFixture[s
     assert told["replicas=4"][0]["p99_e2e_ms"] < told["replicas=1"][0]["p99_e2e_ms"]
     assert main([*command, "--router", "best"]) == 2
     assert "router is 'best'" in capsys.readouterr().err
+
+
+def test_a_simulation_that_has_ended_leaves_no_blocks_for_the_collector() -> None:
+    def nodes() -> int:
+        return sum(type(each) is Node for each in gc.get_objects())
+
+    gc.collect()
+    load = list(read_load("rate=2,requests=30,input=100,output=40"))
+    gc.disable()
+    try:
+        before = nodes()
+        run_once(Condition(SIZES, lambda seed: EvenPrice(), replicas=2), load, 0, {})
+        assert nodes() == before
+    finally:
+        gc.enable()

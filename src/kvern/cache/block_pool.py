@@ -96,14 +96,15 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """Remove one owner; a block without owners becomes free."""
-        references = self._references
+        references, free = self._references, self._free
+        chunk = self.chunk
         for block in blocks:
             count = references[block] - 1
             if count < 0:
                 raise ValueError(f"block {block} was released more often than it was taken")
             references[block] = count
             if count == 0:
-                self._free[block // self.chunk].append(block)
+                free[block // chunk].append(block)
                 self.free_count += 1
 
     def check_integrity(self) -> None:

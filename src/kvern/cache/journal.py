@@ -93,7 +93,7 @@ class CacheJournal:
         assert node.parent is not None
         edge = node.edge
         start = self._ends.get(node.parent, 0)
-        end = self._ends[node] = start + (length_of(edge) if has_marks(edge) else len(edge) // WORD_BYTES)
+        end = self._ends[node] = start + length_of(edge)
         first = bisect_right(ENDS, start)
         if ENDS[first] <= end:
             names = self._names[node] = self._made(namespace, node, first)

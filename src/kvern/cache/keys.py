@@ -101,6 +101,9 @@ def edge_of(contents: Sequence[int]) -> bytes:
 
 def edges_of(contents: Sequence[int], size: int) -> Iterator[bytes]:
     """The edges of the full blocks of contents, some of them made at once."""
+    if len(contents) == size:  # by far the most frequent case: an answer has filled a block
+        yield edge_of(contents)
+        return
     for first in range(0, len(contents), size * EDGES_AT_ONCE):
         part = contents[first : first + size * EDGES_AT_ONCE]
         edges, count = edge_of(part), len(part) // size
@@ -133,7 +136,7 @@ def has_marks(edge: bytes) -> bool:
 
 def length_of(edge: bytes) -> int:
     """The number of positions of an edge."""
-    return len(contents_in(edge)) if has_marks(edge) else len(edge) // WORD_BYTES
+    return len(contents_in(edge)) if _MARKED in edge else len(edge) // WORD_BYTES
 
 
 def contents_of(token_ids: list[int], marks: Mapping[int, bytes]) -> list[int]:

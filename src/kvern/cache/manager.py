@@ -346,9 +346,10 @@ class KVCacheManager:
         first = len(nodes)
         edges = edges_of(_contents(request)[first * size : full * size], size)
         grown = self.tree.grow(namespace, nodes, zip(edges, request.block_ids[first:full], strict=True), step)
-        for index, node in enumerate(grown, first):
-            for extension in self.extensions:
-                extension.publish(request, index, node, step)
+        if self.extensions:
+            for index, node in enumerate(grown, first):
+                for extension in self.extensions:
+                    extension.publish(request, index, node, step)
 
     def until(self, request: Request) -> int:
         """The number of the request's remaining tokens that the next step may compute."""

@@ -164,12 +164,11 @@ class RadixCache:
             gain(namespace, child)
         return child
 
-    def grow(
-        self, namespace: bytes, path: list[Node], blocks: Iterable[tuple[bytes, int]], step: int
-    ) -> Iterator[Node]:
-        """Lets a path that is in use go on by edges with their blocks; yields the nodes, each with a user more."""
+    def grow(self, namespace: bytes, path: list[Node], blocks: Iterable[tuple[bytes, int]], step: int) -> list[Node]:
+        """Lets a path that is in use go on by edges with their blocks; returns the nodes, each with a user more."""
+        grown, alone = list[Node](), list[int]()
+        above = path[-1] if path else None
         for edge, block in blocks:
-            above = path[-1] if path else None
             if above is None or above.children:
                 node = self.insert_edge(namespace, above, edge, block, step)
                 self.acquire([node])
@@ -177,12 +176,15 @@ class RadixCache:
                 node = above.children[edge] = Node(above, edge, block, step)
                 node.users = 1
                 above.order.append(edge)
-                self._pool.share((block,))
-                self._size += 1
+                alone.append(block)
                 for gain in self.gaining:
                     gain(namespace, node)
-            path.append(node)
-            yield node
+            grown.append(node)
+            above = node
+        path += grown
+        self._pool.share(alone)
+        self._size += len(alone)
+        return grown
 
     def insert_tail(self, namespace: bytes, parent: Node | None, tokens: Tokens, block: int, step: int) -> Node | None:
         """Keep a block that is not full, unless the tree already holds a block that begins with its tokens."""
@@ -260,6 +262,13 @@ class RadixCache:
             self._remove(node)
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
+    def forget(self) -> None:
+        """Let go of all nodes, when nobody needs the tree any more: they end at once, not by a collector."""
+        for node in [*self.nodes()]:
+            node.parent = None
+        self._roots.clear()
+        self._unused.clear()
+
     def clear(self) -> None:
         """Remove all nodes that no request uses."""
         self.evict(len(self._unused))
@@ -270,8 +279,9 @@ class RadixCache:
         assert parent is not None and not node.children, "only an unused leaf can be removed"
         for lose in self.losing:
             lose(node)
-        del parent.children[node.edge]
-        del parent.order[bisect_left(parent.order, node.edge)]
+        edge, order = node.edge, parent.order
+        del parent.children[edge]
+        del order[bisect_left(order, edge) if len(order) > 1 else 0]
         self._pool.release([node.block])
         self._size -= 1
 

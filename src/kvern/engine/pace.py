@@ -139,7 +139,8 @@ class Pace:
         """
         if self.costs is None:
             return
-        self._decoding.extend(map(sub, moments[1:], moments))
+        last = moments[-1 - REMEMBERED :]
+        self._decoding.extend(map(sub, last[1:], last))
         self._asked = self._awaited = moments[-2]
         self._ended = self._came = moments[-1]
         if self._begun:

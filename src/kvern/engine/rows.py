@@ -43,7 +43,7 @@ def append_token(request: Request, item: ScheduledTokens, token_ids: list[int], 
     Returns whether it is such a token; if not, nothing is changed.
     """
     tokens = request.token_ids
-    known = len(tokens) + 1
+    known, computed = len(tokens) + 1, request.num_computed_tokens
     if (
         item.sampled != 1
         or len(token_ids) != 1
@@ -51,7 +51,7 @@ def append_token(request: Request, item: ScheduledTokens, token_ids: list[int], 
         or request.state is not State.RUNNING
         or request.search is not None
         or token_ids[0] in request.spec.stop_token_ids
-        or not min(known, request.num_computed_tokens) % block_size
+        or not (known if known < computed else computed) % block_size
         or request.drafts.guessed_token_ids
     ):
         return False

@@ -268,6 +268,11 @@ class DrivenEngine:
         """Makes the steps that were looked at and end before a moment; returns how many these are."""
         return self.leaps.settle(until) if self.leaps is not None and len(self.leaps.ends) else 0
 
+    def forget(self) -> None:
+        """Lets go of what is cached, when all requests have ended."""
+        self.core.watch_cache(False)
+        self.scheduler.cache.tree.forget()
+
     def run(self, load: Sequence[LoadRequest], prompts: Prompts) -> None:
         """Runs a whole load, in the order of its arrivals."""
         upcoming = ((prompts.spec(number, request), request.arrival) for number, request in enumerate(load))

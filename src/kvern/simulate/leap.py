@@ -11,7 +11,6 @@ Nobody who gives requests has to look at an engine between the two: no request b
 """
 
 from collections.abc import Sequence
-from operator import sub
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,15 +84,15 @@ class Leaps:
         executor.take(count)
         self.ends = ends[:0]
         if count:
-            moments: list[float] = ends[:count].tolist()
+            moments, gaps = ends[:count].tolist(), ends[1:count] - ends[: count - 1]
             self.steps += count
             self._grow(running, count)
             if executor.flying:
                 executor.flying[0].move(count, self._scheduler.step)
             if self._pace is not None:
-                self._tell(self._pace, moments)
+                self._tell(self._pace, moments, gaps)
             self._clock.reach(moments[-1])
-            self._timeline.leapt(moments, [request.request_id for request in running])
+            self._timeline.leapt(moments[0], moments[-1], gaps, [request.request_id for request in running])
         return count
 
     def _most(self, running: Sequence[Request]) -> int:
@@ -138,9 +137,9 @@ class Leaps:
             scheduler.cache.publish(request, scheduler.step)
         scheduler.cache.completed(scheduler.step - self._depth + 1)
 
-    def _tell(self, pace: Pace, moments: Sequence[float]) -> None:
+    def _tell(self, pace: Pace, moments: Sequence[float], gaps: "Seconds") -> None:
         """Tells the pace of each step what the core would."""
-        known = len(moments) > self._depth and min(map(sub, moments[1:], moments)) > AT_ONCE
+        known = len(moments) > self._depth and gaps.min() > AT_ONCE
         told = moments[: self._depth] if known else moments
         for moment in told:
             pace.time(None)

@@ -152,6 +152,8 @@ def _simulated(condition: Condition, seed: int, part: Part) -> Outcome:
     try:
         return _outcome(condition, seed, engines, part.load)
     finally:
+        for engine in engines:
+            engine.forget()
         if collects:
             gc.enable()
 

@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from operator import sub
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvern.request.request import RequestSpec
 from kvern.request.step import ScheduledTokens
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 PER_SECOND = 1e6
 """Times between tokens are counted in microseconds, so that those of millions of requests take little memory."""
@@ -91,18 +94,20 @@ class Timeline:
             self.gaps[int((moment - last) * PER_SECOND + 0.5)] += count
         self.steps += 1
 
-    def leapt(self, moments: Sequence[float], request_ids: Sequence[str]) -> None:
-        """Takes note of steps that gave each of these requests a token, neither its first nor its last."""
+    def leapt(self, first: float, last: float, between: "npt.NDArray[np.float64]", request_ids: Sequence[str]) -> None:
+        """Takes note of steps that gave each of these requests a token, neither its first nor its last.
+
+        `first`, `last`: the ends of the first and last step; `between`: the seconds from each end to the next.
+        """
         answers, gaps = self.answers, self.gaps
-        first, last = moments[0], moments[-1]
-        count, rows = len(moments), len(request_ids)
+        count, rows = 1 + len(between), len(request_ids)
         for name in request_ids:
             answer = answers[name]
             gaps[int((first - answer.last) * PER_SECOND + 0.5)] += 1
             answer.last = last
             answer.tokens += count
-        for gap in map(sub, moments[1:], moments):
-            gaps[int(gap * PER_SECOND + 0.5)] += rows
+        for gap, steps in Counter((between * PER_SECOND + 0.5).astype(np.int64).tolist()).items():
+            gaps[gap] += steps * rows
         self.steps += count
 
 
