@@ -12,10 +12,12 @@ import msgspec
 import pytest
 
 from kvern.cli.main import main
+from kvern.cli.simulate import doubts
 from kvern.engine.step_load import StepLoad
 from kvern.errors import ConfigError
 from kvern.loads.file import as_line
 from kvern.loads.request import LoadRequest
+from kvern.loads.source import read_load
 from kvern.simulate.costs import (
     HELD_OUT,
     KEYS,
@@ -83,6 +85,17 @@ def test_figures_tell_good_answers_and_the_use_of_the_engine() -> None:
     assert found["requests"] == 3 and found["generated_tokens"] == 6
     assert found["good_share"] == pytest.approx(2 / 3)  # the third waits for the second's prompt
     assert found["use"] == pytest.approx(engine.executor.busy / found["seconds"])
+
+
+def test_a_load_above_what_engines_answer_and_runs_that_differ_are_told() -> None:
+    busy, crowded = (
+        figures([engine.timeline], {}, 0, [engine.executor.busy])
+        for engine in (run(list(read_load(f"rate={rate},requests=200,input=40,output=20"))) for rate in (0.1, 2))
+    )
+    assert list(doubts([busy])) == []
+    assert "requests come faster than engines answer them" in "".join(doubts([busy, crowded]))
+    slow = busy | {"p99_ttft_ms": 1.8 * busy["p99_ttft_ms"]}
+    assert [line[:40] for line in doubts([busy, slow])] == ["p99 ttft is an interval, not a number: r"]
 
 
 def test_percentiles_of_counted_values_are_those_of_all() -> None:

@@ -95,7 +95,7 @@ def test_a_split_keeps_its_ratio_with_other_numbers_of_engines(
     found = size(several, [(0, load)], {"e2e": 30.0}, 0.99)
     assert [each.split for each in found.short] == [divided] and found.chosen.split is None
     told = " ".join(found.verdict(0.99))
-    assert f"Not even {engines} x split ({divided[0]}+{divided[1]}), cards in all: {2 * engines} suffice" in told
+    assert f"Not even {engines} x split ({divided[0]}+{divided[1]}) on {2 * engines} cards suffice" in told
 
 
 def test_alternatives_that_are_not_possible_are_named() -> None:

@@ -17,7 +17,7 @@ from kvern.io.files import reason
 from kvern.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvern.config import EngineConfig
     from kvern.loads.request import LoadRequest
@@ -37,8 +37,10 @@ ROWS = {
     "use": ".1%",
     "preemptions": ",.0f",
 } | {f"p{percent}_{name}_ms": ",.1f" for name in ("ttft", "itl", "e2e") for percent in (50, 90, 99)}
-SATURATED = 0.9
-"""The use of engines from which on the slowest requests are a matter of chance."""
+GROWTH = 2.0
+"""The factor by which the later half of requests waits longer where more come than engines answer."""
+SPREAD = 1.5
+"""The factor between runs from which on a percentile is a matter of chance."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,24 @@ def _print(found: dict[str, list[dict[str, Any]]], basis: str) -> None:
         table.add_row(name, *cells)
     print_tables(table)
     print_lines(f"Based on {basis}.", *(line for name, runs in found.items() for line in _grouped(name, runs)))
-    if any(run["use"] > SATURATED for runs in found.values() for run in runs):
-        say("engines are nearly saturated: there high percentiles are chance, and only their intervals say something")
+    for name, runs in found.items():
+        for line in doubts(runs):
+            say(f"{name}: {line}" if name else line)
+
+
+def doubts(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields why figures of runs with several seeds are none to count on."""
+    if any(run["ttft_growth"] > GROWTH for run in runs):
+        yield "requests come faster than engines answer them: times grow with the length of the load"
+        return
+    for key in (f"p99_{each}_ms" for each in ("ttft", "itl", "e2e")):
+        values = [run[key] for run in runs]
+        if max(values) > SPREAD * min(values):
+            shown = key.replace("_", " ").removesuffix(" ms")
+            yield (
+                f"{shown} is an interval, not a number: runs differ by a factor of {max(values) / min(values):.1f}; "
+                "a longer load narrows it"
+            )
 
 
 def _grouped(name: str, runs: list[dict[str, Any]]) -> Iterator[str]:

@@ -66,8 +66,19 @@ def figures(timelines: Sequence[Timeline], slo: Slo, cached: int, used: Iterable
     for name in ("ttft", "e2e"):
         values = [getattr(answer, name) for answer in answers]
         found |= _percentiles(name, [float(value) for value in np.percentile(values, PERCENTS)])
+    found["ttft_growth"] = _growth(answers)
     gaps = weighted_percentiles(all_gaps(timelines), PERCENTS)
     return found | _percentiles("itl", [gap / PER_SECOND for gap in gaps])
+
+
+def _growth(answers: Sequence[Answer]) -> float:
+    """Returns the median time to the first token of the later half of requests, as a multiple of the earlier half's."""
+    ordered = sorted(answers, key=lambda answer: answer.arrival)
+    half = len(ordered) // 2
+    if not half:
+        return 1.0
+    early, late = (float(np.median([each.ttft for each in part])) for part in (ordered[:half], ordered[half:]))
+    return late / max(early, 1e-9)
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -70,7 +70,7 @@ class Sizing(msgspec.Struct, frozen=True):
         if self.fewer is not None:
             fewer = self.fewer
             late = fewer.mean(f"late_{fewer.limit}")
-            lines.append(f"With {_named(fewer)} {fewer.good_share:.1%} are: for {late:.1%} {WORDS[fewer.limit]}.")
+            lines.append(f"With {_named(fewer)}, {fewer.good_share:.1%} are: for {late:.1%} {WORDS[fewer.limit]}.")
         if self.others:
             other = self.others[0]
             margin = 100 * (other.good_share - wanted)
@@ -84,7 +84,7 @@ class Sizing(msgspec.Struct, frozen=True):
 
 
 def _named(sized: Sized) -> str:
-    return sized.name + (f", cards in all: {sized.cards}" if sized.cards else "")
+    return sized.name + (f" on {sized.cards} card{'s' * (sized.cards > 1)}" if sized.cards else "")
 
 
 def size(
