@@ -29,7 +29,6 @@ from kvern.bench.record import Better, Case, figure
 from kvern.bench.record import keep as record_to
 from kvern.bench.steps import MeasuredEngine
 from kvern.config import EngineConfig
-from kvern.io.interpreter import settle
 from kvern.loads.source import read_load
 from kvern.simulate.costs import FittedPrice, StepSample, fit_steps
 from kvern.simulate.records import StepRecord, read_steps, replay, write_steps
@@ -95,7 +94,6 @@ def measure(options: argparse.Namespace) -> Runs:
         subprocess.run([sys.executable, "-m", "kvern.cpu.ready", str(config.cache_folder)], check=True)
     engine = MeasuredEngine(config)
     engine.warm()
-    settle()  # as an engine's process does
 
     def run(rate: float, seed: int, requests: int) -> Measured:
         load = f"rate={rate:.2f},requests={requests},{options.lengths},seed={seed}"

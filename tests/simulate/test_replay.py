@@ -1,6 +1,8 @@
 """Recorded runs of a model: given the times of the steps, a simulation decides each of them as the engine did."""
 
+import gc
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from kvern.bench.steps import MeasuredEngine
 from kvern.config import EngineConfig
 from kvern.engine.queues import POLICIES
+from kvern.io.interpreter import NEW_OBJECTS, SWITCH_SECONDS
 from kvern.loads.request import LoadRequest
 from kvern.runner.tier import Tier
 from kvern.simulate.engine import EngineSizes, Prompts, simulated_engine
@@ -56,6 +59,17 @@ def test_a_replay_decides_every_step_alike(engine: MeasuredEngine, policy: str) 
     record = recorded(engine, policy=policy, aging_steps=30)
     found = replay(record)
     assert found.differs is None and found.steps == len(record.steps) > 50
+
+
+def test_steps_are_recorded_with_the_settings_of_an_engine_s_process() -> None:
+    before = gc.get_threshold(), sys.getswitchinterval()
+    frozen = gc.get_freeze_count()
+    with closing(MeasuredEngine(EngineConfig("kvern-1m", max_model_len=128, kv_cache_tokens=1024))) as measured:
+        measured.warm()
+        measured.warm()
+        assert gc.get_threshold()[0] == NEW_OBJECTS and sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+        assert gc.get_freeze_count() > frozen
+    assert (gc.get_threshold(), sys.getswitchinterval()) == before
 
 
 def test_a_replay_notices_other_decisions(engine: MeasuredEngine) -> None:

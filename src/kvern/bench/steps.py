@@ -1,6 +1,8 @@
 """A load on an engine in this process, with the work, the time and the decisions of every step."""
 
 import dataclasses
+import gc
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from kvern.config import EngineConfig
 from kvern.engine.core import EngineCore
 from kvern.engine.factory import build_core, make_pace
 from kvern.errors import ConfigError
+from kvern.io.interpreter import settle
 from kvern.loads.request import LoadRequest
 from kvern.models.folder import model_folder
 from kvern.planning.hardware import kind_of_gpu
@@ -133,6 +136,9 @@ class MeasuredEngine:
                 "attention and pipeline stages"
             )
         self._config, self._core = config, core
+        self._before: tuple[tuple[int, int, int], float] | None = None
+        """The collector's thresholds and the switch interval of this process."""
+        self._frozen = 0
         self.vocabulary = spec.vocab_size
         self.sizes = sizes_of(config, self._layout)
         if (tier := self.tier) is not None:
@@ -147,9 +153,13 @@ class MeasuredEngine:
         return self._core.executor.tier
 
     def warm(self) -> None:
-        """Runs some requests, for what is made at the first steps."""
+        """Runs some requests, for what is made at the first steps, and sets Python up as an engine's process does."""
         load = [LoadRequest(0.0, min(64, self.sizes.max_model_len // 2), 8) for _ in range(WARM_REQUESTS)]
         self.run(load, Prompts(self.vocabulary, "warm"))
+        if self._before is None:
+            self._before = gc.get_threshold(), sys.getswitchinterval()
+            self._frozen = gc.get_freeze_count()
+            settle()
 
     def driven(self) -> tuple[DrivenEngine, RecordedExecutor]:
         """Returns the engine with an empty cache and the present `sizes`, and what notes its steps."""
@@ -170,8 +180,13 @@ class MeasuredEngine:
         return StepRecord(self._header, found, recorded.steps), engine
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Ends the engine; Python is as it was before `warm`."""
         self._core.close()
+        if self._before is not None:
+            if not self._frozen:
+                gc.unfreeze()
+            gc.set_threshold(*self._before[0])
+            sys.setswitchinterval(self._before[1])
 
     @property
     def _header(self) -> RecordHeader:
