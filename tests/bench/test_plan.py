@@ -231,7 +231,7 @@ def test_prefill_engines_are_weighed_by_what_they_give_and_cost(models: dict[str
     prompt = estimate(models["8b"], CARDS["h200"], Split(1, 1), workload).first_token
     assert apart.rate == pytest.approx(128 / prompt, rel=0.01), "which computes one after another"
     assert advice([both, apart]).startswith("Prefill engines cost throughput and time to the first token by")
-    assert "would give 35% fewer tokens/s" in advice([both, apart])
+    assert "would give 33% fewer tokens/s" in advice([both, apart])
     assert advice(divided(models["8b"], 2, Workload(16, 30_000, 1000))).startswith("Prefill engines pay by")
     assert advice(divided(models["8b"], 2, Workload(1, 8192, 128))).startswith("Prefill engines do not pay by")
     assert [item.name for item in divided(models["8b"], 4, workload)] == [
@@ -299,7 +299,7 @@ def test_plans_are_of_weights_as_options_load_them(
     assert wide.weights == 2 * stored.weights and wide.token_bytes == 2 * stored.token_bytes
     assert 0.5 * stored.weights < eight.weights < 0.6 * stored.weights
     assert 0.25 * stored.weights < four.weights < 0.45 * stored.weights
-    assert eight.decode_one < 0.65 * stored.decode_one
+    assert eight.decode_one < 0.75 * stored.decode_one
     cards = [CARDS["rtx-5090"]] * 2
     assert "fits in no way" in choose(replace(config, model=str(folders["70b"])), cards).reason
     target = tmp_path / "plan.toml"

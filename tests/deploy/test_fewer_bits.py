@@ -42,7 +42,7 @@ def test_weights_for_a_gpu_are_fp8_if_that_is_enough_for_the_target(
     assert planned.formats == (["fp8"] if is_enough else []) and planned.decode < 0.00015
     load = plan.load_of(work)
     estimates, plain, _ = plan.estimated(EngineConfig(str(model)), model, load, None, [gpu])
-    assert planned.seconds < 0.7 * seconds_of(plain, gpu, estimates[0].split, load.lengths, planned.batch)
+    assert planned.seconds < 0.75 * seconds_of(plain, gpu, estimates[0].split, load.lengths, planned.batch)
     report = read_report(tmp_path / "out" / "weights" / REPORT_NAME)
     offered = {name for unit in report.units for name in unit.choices}
     chosen = set(work.of(Quantized).shares)

@@ -45,12 +45,20 @@ def test_a_step_is_divided_as_the_estimates_are() -> None:
     assert clocked.spent["products"] == pytest.approx(101), "which take longer than the weights, and hide them"
 
 
+def test_a_part_of_the_shorter_of_weights_and_products_is_not_hidden() -> None:
+    clocked = Clocked(replace(FACTORS, late=0.25, head=1.0, keys=[], sums=0.0, sum_row=0.0))
+    clocked.step(StepLoad(rows=2), 7.0)
+    assert clocked.spent == pytest.approx({"weights": 6.0, "products": 0.25 * (2 + 2)}), "both sampled"
+    clocked.step(StepLoad(rows=100, prompt=100), 101.5)
+    assert clocked.spent == pytest.approx({"weights": 6.0 + 0.25 * 6, "products": 1.0 + 100}), "none sampled"
+
+
 def test_what_is_reached_of_the_card_is_known() -> None:
-    clocked, statistics = Clocked(), EngineStatistics()
+    clocked, statistics = Clocked(replace(FACTORS, read=0.9, keys_read=0.6)), EngineStatistics()
     clocked.step(StepLoad(rows=2, keys=100), 14.54)
     clocked.seconds.report(statistics)
     expected, took = statistics.reading
-    assert expected / took == pytest.approx(FACTORS.read / 2)
+    assert expected / took == pytest.approx((0.9 * 6 + 0.6 * 1) / 7 / 2)
     assert (statistics.bandwidth, statistics.rate) == (FACTORS.card.bandwidth, FACTORS.card.rate)
 
 

@@ -117,7 +117,9 @@ class StepSeconds:
         if weights:
             spent[cause] += factor * weights
         spent[KEYS] += factor * keys
-        self._reads += weights + keys
+        factors = self._factors
+        if factors is not None:
+            self._reads += factors.read * weights + factors.keys_read * keys
         if products:
             spent[PRODUCTS] += factor * products
             self._computes += products
@@ -141,7 +143,7 @@ class StepSeconds:
         if (factors := self._factors) is not None:
             spent = self.spent
             read = spent[WEIGHTS] + spent[KEYS] + spent[BLOCKS] + spent[ROWS] + spent[ADAPTER] + spent[BATCH]
-            statistics.reading = factors.read * self._reads, read
+            statistics.reading = self._reads, read
             statistics.computing = factors.computed * self._computes, spent[PRODUCTS]
             statistics.bandwidth, statistics.rate = factors.card.bandwidth, factors.card.rate
 
@@ -151,16 +153,17 @@ class StepSeconds:
 
 
 def parts_of(load: StepLoad, factors: "StepFactors") -> Parts:
-    """Returns the seconds of weights, keys, products and collectives; of weights and their products the longer ones."""
+    """Returns the seconds of weights, keys, products and collectives; of the shorter of weights and their products what
+    does not overlap with the longer."""
     rows, keys, pairs, encoding, prompt, _ = load
     table, bits = factors.weights, rows.bit_length()
     weights = (table[bits] if bits < len(table) else table[-1]) if rows else 0.0
-    products = factors.row * (rows + encoding)
-    if products > weights:
-        weights = 0.0
-    else:
-        products = 0.0
     decodes = rows - prompt
+    products = factors.row * (rows + encoding) + factors.head * decodes
+    if products > weights:
+        weights *= factors.late
+    else:
+        products *= factors.late
     reading = decodes * factors.state
     for window, each in factors.keys:
         reading += each * (min(keys, decodes * window) if window else keys)

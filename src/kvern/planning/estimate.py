@@ -1,13 +1,15 @@
 """Estimates of a model divided among cards: memory in bytes, and seconds.
 
-  decode step = max(weights read / bandwidth, operations / rate)
-                + keys and values read / bandwidth + overhead of each layer + all-reduces
-  prompts     = operations / rate + all-reduces, or a share of them where they overlap with products
+  decode step = reading weights, computing products: the longer, and a part of the shorter
+                + keys and values read / bandwidth + what each product takes besides + all-reduces
+  prompts     = products + attention + all-reduces, or a share of them where they overlap with products
+  products    = operations / rate + their inputs and outputs, read and written / bandwidth
 
 Pipeline stages are assumed to be equal. Each computes a share of the requests at a time, so the decode of one takes the
 time of a whole model with that share, and of the transfers between stages.
 
-The shares of bandwidth and rate that steps reach were measured on an H200 (docs/PERFORMANCE.md).
+What steps reach of a card was measured on an H200 (docs/PERFORMANCE.md), and `benchmarks/planned.py` has all records
+beside plans. CPUs are measured; they overlap all that they read with what they compute.
 """
 
 import contextlib
@@ -37,10 +39,14 @@ from kvern.runner.ranks.rank_limits import check_share
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import MlpSpec, ModelSpec, MoeSpec
 
-READ, COMPUTED = 0.9, 0.65
-"""The shares of a card's bandwidth and rate that steps reach."""
+LEAST_OUTPUTS = 8
+"""The least outputs of an expert's matrix; an expert with fewer numbers than these have is a bias."""
+PLAIN = "bfloat16", "float16", "float32"
+"""Formats of weights that are not quantized."""
 WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual streams", "inputs of each layer")
 """Kinds of layers that every rank has completely."""
+HEAD = "output layer", "embeddings"
+"""Kinds of weights with which only rows that are sampled are multiplied."""
 HALVED = "attention q, k, v", "attention out", "MLP gate, up", "MLP down"
 """Kinds of layers that steps in two parts compute for one part while rows of the other are all-reduced."""
 ROW_BITS = 20
@@ -85,6 +91,21 @@ class Model:
         """Returns the operations of one row in the products with these weights."""
         used = self.experts.top_k / self.experts.experts if share.kind == "experts" and self.experts else 1.0
         return 0.0 if share.kind == "embeddings" and not self.spec.tie_word_embeddings else 2 * share.parameters * used
+
+    def products(self, share: Share) -> int:
+        """Returns the products of a step with these weights, which are none for norms and biases."""
+        each = share.parameters / share.matrices / self._of_experts(share)[0]
+        is_bias = share.kind == "experts" and each < LEAST_OUTPUTS * self.spec.hidden_size
+        return 0 if share.kind == SMALL or is_bias or not self.touched(share, 1) else share.matrices
+
+    def passed(self, share: Share) -> float:
+        """Returns the numbers of inputs and outputs of one row in these products, as if they were square."""
+        every, used = self._of_experts(share)
+        return 2 * used * math.sqrt(share.parameters * self.products(share) / every)
+
+    def _of_experts(self, share: Share) -> tuple[int, int]:
+        moe = self.experts if share.kind == "experts" else None
+        return (moe.experts, moe.top_k) if moe else (1, 1)
 
 
 @dataclass(frozen=True)
@@ -159,10 +180,12 @@ class Estimate:
 class StepFactors:
     """Seconds of the parts of steps. `weights`: of reading them, by the length in bits of the number of rows.
 
-    `row`: of the products of a row; `pair`: of the attention of a prompt's token to a key; `keys`: of reading what a
-    decode attends to, for each window (0: none) by key; `state`: of what a decode reads and writes besides; `sums` and
-    `sum_row`: of transfers between cards, in each step and for each row; `overhead`: in each step. `read` and
-    `computed`: the shares of the card's bandwidth and rate that they assume.
+    `row`: of the products of a row; `head`: of those of a decode besides; `pair`: of the attention of a prompt's token
+    to a key; `keys`: of reading what a decode attends to, for each window (0: none) by key; `state`: of what a decode
+    reads and writes besides; `sums` and `sum_row`: of transfers between cards, in each step and for each row;
+    `overhead`: in each step of several rows. `read`, `keys_read` and `computed`: the shares of the card's bandwidth and
+    rate that they assume for weights, keys and products. `late`: the share of the shorter of weights and products that
+    does not overlap with the longer.
     """
 
     weights: Sequence[float]
@@ -174,8 +197,11 @@ class StepFactors:
     sum_row: float
     overhead: float
     card: Card
-    read: float = READ
-    computed: float = COMPUTED
+    read: float = 1.0
+    keys_read: float = 1.0
+    computed: float = 1.0
+    late: float = 0.0
+    head: float = 0.0
     bounds: "PartBounds | None" = None
 
 
@@ -322,28 +348,36 @@ def estimate(model: Model, card: Card, split: Split, workload: Workload) -> Esti
 
 def step_factors(model: Model, card: Card, split: Split, token_bytes: float) -> StepFactors:
     """Returns the factors of an engine's steps; `token_bytes`: of keys and values of a token on each card."""
-    bandwidth = READ * card.bandwidth
     keys: dict[int, float] = {}
     for item in model.spec.attentions:
         keys[item.window or 0] = keys.get(item.window or 0, 0.0) + item.stored * item.kv_heads * item.head_dim
+    bandwidth = card.reached.keys * card.bandwidth
     each = token_bytes / (sum(keys.values()) or 1.0) / bandwidth
     pair = sum(4 * item.heads * item.head_dim for item in model.spec.attentions)
     typical = BATCH_REQUESTS["cuda"]
     sums = _moved(model, card, split, 0)
+    row = _product_seconds(model, card, split, typical, 0) / typical
+    head = _product_seconds(model, card, split, typical, typical) / typical - row
+    read = sum(_read_part(model, share, split, typical) * share.nbytes for share in model.shares) / card.bandwidth
+    computed = sum(
+        _computed_part(model, share, split, typical) * model.operations(share) / _rate(card, share)
+        for share in model.shares
+    )
     return StepFactors(
-        weights=[
-            sum(_read_part(model, share, split, max(3 << bits >> 2, 1)) * share.nbytes for share in model.shares)
-            / bandwidth
-            for bits in range(ROW_BITS)
-        ],
-        row=_product_seconds(model, card, split, typical) / typical,
-        pair=pair / (split.tensor * COMPUTED * card.rate),
+        weights=[_weight_seconds(model, card, split, max(3 << bits >> 2, 1)) for bits in range(ROW_BITS)],
+        row=row,
+        pair=pair / (split.tensor * card.reached.attended * card.rate),
         keys=[(window, numbers * each) for window, numbers in keys.items()],
         state=2 * model.state_bytes / split.cards / bandwidth,
         sums=sums,
         sum_row=_moved(model, card, split, 1) - sums,
-        overhead=0.0 if card.host else len(model.spec.layers) * card.overhead,
+        overhead=_overhead(model, card, typical),
         card=card,
+        read=read / _weight_seconds(model, card, split, typical),
+        keys_read=card.reached.keys,
+        computed=computed / (row + head),
+        late=card.reached.late,
+        head=head,
         bounds=PartBounds(model, card, split, token_bytes),
     )
 
@@ -416,18 +450,20 @@ def _busiest(count: float, split: Split) -> float:
 
 def _part_of_keys(model: Model, split: Split) -> float:
     """Returns the part of keys and values on each rank."""
+    if split.tensor == 1:
+        return 1.0
     share = share_of(model.spec, split.tensor, split.placing)
     return bytes_of_token(share, getattr(torch, model.dtype)) / max(model.token_bytes, 1)
 
 
 def decode_seconds(model: Model, card: Card, split: Split, rows: int, context: int) -> float:
     """Returns the seconds of a step in which so many requests decode."""
-    read = sum(_read_part(model, share, split, rows) * share.nbytes for share in model.shares)
-    computed = _product_seconds(model, card, split, rows)
+    read = _weight_seconds(model, card, split, rows)
+    computed = _product_seconds(model, card, split, rows, rows)
     keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
-    seconds = max(read / (READ * card.bandwidth), computed) + rows * keys / (READ * card.bandwidth)
-    layers = 0 if card.host else len(model.spec.layers)
-    return seconds + layers * card.overhead + _moved(model, card, split, rows)
+    seconds = max(read, computed) + card.reached.late * min(read, computed)
+    seconds += rows * keys / (card.reached.keys * card.bandwidth)
+    return seconds + _overhead(model, card, rows) + _moved(model, card, split, rows)
 
 
 def prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: int) -> float:
@@ -436,9 +472,9 @@ def prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: in
         4 * item.heads * item.head_dim * length * min(length / 2, item.window or length)
         for item in model.spec.attentions
     )
-    attended = pairs / (split.tensor * COMPUTED * card.rate)
+    attended = pairs / (split.tensor * card.reached.attended * card.rate)
     sums = _all_reduced(model, card, split, length) * (EXPOSED if _halves(model, card, split, rows) else 1)
-    return _product_seconds(model, card, split, length) + attended + sums + _handed(model, card, split, length)
+    return _product_seconds(model, card, split, length, 1) + attended + sums + _handed(model, card, split, length)
 
 
 def _halves(model: Model, card: Card, split: Split, rows: int) -> bool:
@@ -451,10 +487,38 @@ def _halves(model: Model, card: Card, split: Split, rows: int) -> bool:
     return rows >= least_rows(weights // (len(layers) * split.tensor))
 
 
-def _product_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
-    return sum(
-        _computed_part(model, share, split, rows) * rows * model.operations(share) / (COMPUTED * _rate(card, share))
-        for share in model.shares
+def _weight_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
+    """Returns the seconds in which a step of so many rows reads weights, and makes numbers of those of few bits."""
+    reached, seconds = card.reached, 0.0
+    for share in model.shares:
+        unpacked = reached.unpacked * share.parameters / card.instructions if share.bits < 8 else 0.0
+        read = max(share.nbytes / (reached.read * card.bandwidth), unpacked)
+        seconds += _read_part(model, share, split, rows) * read
+    return seconds
+
+
+def _product_seconds(model: Model, card: Card, split: Split, rows: int, sampled: int) -> float:
+    """Returns the seconds of the products of so many rows, of which the output layer has those that are sampled."""
+    reached, seconds = card.reached, 0.0
+    itemsize = int(getattr(torch, model.dtype).itemsize)
+    for share in model.shares:
+        count = sampled if share.kind in HEAD else rows
+        if count:
+            part = _computed_part(model, share, split, count)
+            computed = part * model.operations(share) / (reached.computed * _rate(card, share))
+            passed = reached.passes * (1 + part) / 2 * model.passed(share) * itemsize / (reached.read * card.bandwidth)
+            seconds += count * (computed + passed)
+    return seconds
+
+
+def _overhead(model: Model, card: Card, rows: int) -> float:
+    """Returns the seconds of a step that products take besides; those of a CPU are measured with it."""
+    if card.host:
+        return 0.0
+    each = card.reached.several if rows > 1 else 1.0
+    more = card.reached.quantized
+    return card.overhead * sum(
+        model.products(share) * (each + (more if share.format not in PLAIN else 0.0)) for share in model.shares
     )
 
 

@@ -38,11 +38,42 @@ ENOUGH_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
+class Reached:
+    """The constants of steps on a device, for all models and for formats of weights.
+
+    Shares of its bandwidth at which weights (`read`) and `keys` and values are read, and of its rate at which products
+    (`computed`) and the attention of prompts (`attended`) are. `passes`: how often inputs and outputs of products are
+    read and written, by these and by norms, activations and rotations. `late`: the share of the shorter of reading and
+    computing a product that does not overlap with the longer. `several`: the overhead of a product of several rows,
+    whose norms and activations are launches of their own, beside that of one row; `quantized`: what quantized weights
+    add, whose activations are rounded or arranged. `unpacked`: instructions that make a number of a weight of less than
+    8 bits.
+    """
+
+    read: float
+    keys: float
+    computed: float
+    attended: float
+    passes: float = 0.0
+    late: float = 0.0
+    several: float = 1.0
+    quantized: float = 0.0
+    unpacked: float = 0.0
+
+
+GPU = Reached(0.9, 0.76, 0.7, 0.64, passes=3.5, late=0.25, several=1.5, quantized=0.5, unpacked=6.1)
+"""Measured on an H200: docs/notes/gpu.md and quantized.md have kernels one by one."""
+HOST = Reached(0.9, 0.9, 0.65, 0.65)
+"""A CPU, which is measured with products as its layers compute them."""
+
+
+@dataclass(frozen=True)
 class Card:
     """One device: bytes of memory, bandwidth in bytes per second, operations per second in 16 bits and in 8 bits.
 
-    `link`: bytes per second to another card; `delay`: seconds of an empty all-reduce. `overhead`: seconds of a layer in
-    which no weights are read.
+    `instructions`: per second, those of each thread counted. `link`: bytes per second to another card; `delay`: seconds
+    of an empty all-reduce. `overhead`: seconds that a product of one row takes besides reading weights: to begin and
+    end, and for the small launches before the next.
     """
 
     name: str
@@ -50,35 +81,43 @@ class Card:
     bandwidth: float
     rate: float
     rate_8bit: float
+    instructions: float = 33.5e12
     link: float = NVLINK
     delay: float = NVLINK_DELAY
-    overhead: float = 18e-6
+    overhead: float = 4.5e-6
     host: bool = False
 
+    @property
+    def reached(self) -> Reached:
+        """The constants of steps on it."""
+        return HOST if self.host else GPU
 
-def _card(name: str, gigabytes: float, terabytes: float, teraflops: float, eight: float, link: float = NVLINK) -> Card:
+
+def _card(name: str, gigabytes: float, *tera: float, link: float = NVLINK) -> Card:
     delay = NVLINK_DELAY if link == NVLINK else PCIE_DELAY
-    return Card(name, gigabytes * 1e9, terabytes * 1e12, teraflops * 1e12, eight * 1e12, link, delay)
+    bandwidth, rate, eight, instructions = (1e12 * each for each in tera)
+    return Card(name, gigabytes * 1e9, bandwidth, rate, eight, instructions, link, delay)
 
 
 CARDS = {
     card.name: card
     for card in (
-        _card("a100", 85, 2.04, 312, 312),
-        _card("a100-40gb", 42, 1.56, 312, 312),
-        _card("h100", 85, 3.35, 989, 1979),
-        _card("h100-pcie", 85, 2.04, 756, 1513, PCIE),
-        _card("h200", 150, 4.8, 989, 1979),
-        _card("b200", 191, 8.0, 2250, 4500),
-        _card("l4", 24, 0.30, 121, 242, PCIE),
-        _card("l40s", 48, 0.86, 362, 733, PCIE),
-        _card("a10g", 24, 0.60, 125, 125, PCIE),
-        _card("rtx-3090", 25, 0.94, 71, 71, PCIE),
-        _card("rtx-4090", 25, 1.01, 165, 330, PCIE),
-        _card("rtx-5090", 34, 1.79, 210, 419, PCIE),
+        _card("a100", 85, 2.04, 312, 312, 19.5),
+        _card("a100-40gb", 42, 1.56, 312, 312, 19.5),
+        _card("h100", 85, 3.35, 989, 1979, 33.5),
+        _card("h100-pcie", 85, 2.04, 756, 1513, 25.6, link=PCIE),
+        _card("h200", 150, 4.8, 989, 1979, 33.5),
+        _card("b200", 191, 8.0, 2250, 4500, 37.5),
+        _card("l4", 24, 0.30, 121, 242, 15.1, link=PCIE),
+        _card("l40s", 48, 0.86, 362, 733, 45.8, link=PCIE),
+        _card("a10g", 24, 0.60, 125, 125, 15.6, link=PCIE),
+        _card("rtx-3090", 25, 0.94, 71, 71, 17.8, link=PCIE),
+        _card("rtx-4090", 25, 1.01, 165, 330, 41.3, link=PCIE),
+        _card("rtx-5090", 34, 1.79, 210, 419, 52.4, link=PCIE),
     )
 }
-"""Cards by name, from the makers' data sheets: dense operations, and the memory that programs see."""
+"""Cards by name, from the makers' data sheets: the memory that programs see, bandwidth, dense operations in 16 and 8
+bits, instructions."""
 
 
 def parse_hardware(text: str) -> list[Card]:
