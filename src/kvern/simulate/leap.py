@@ -126,15 +126,18 @@ class Leaps:
     def _grow(self, running: Sequence[Request], steps: int) -> None:
         """Gives requests the tokens and blocks of so many steps."""
         scheduler = self._scheduler
+        size = scheduler.cache.block_size
         scheduler.step += steps
         for request in running:
-            blocks = scheduler.cache.extend(request, request.num_computed_tokens + steps)
-            assert blocks is not None, "a leap begins with blocks for all its steps"
-            if blocks:
+            tokens = request.num_computed_tokens + steps
+            if tokens > len(request.block_ids) * size:
+                blocks = scheduler.cache.extend(request, tokens)
+                assert blocks, "a leap begins with blocks for all its steps"
                 scheduler.running.grew(request)
-            request.num_computed_tokens += steps
+            request.num_computed_tokens = tokens
             request.token_ids.extend([request.spec.seed] * steps)
-            scheduler.cache.publish(request, scheduler.step)
+            if tokens // size > len(request.nodes):
+                scheduler.cache.publish(request, scheduler.step)
         scheduler.cache.completed(scheduler.step - self._depth + 1)
 
     def _tell(self, pace: Pace, moments: Sequence[float], gaps: "Seconds") -> None:
