@@ -1,4 +1,4 @@
-"""``kvern plan``: it counts what models take, its estimates are near what was measured, and it chooses by them."""
+"""``kvern plan``: it counts what models take, and it chooses by its estimates."""
 
 import json
 import random
@@ -89,28 +89,15 @@ def models(folders: dict[str, Path]) -> dict[str, Model]:
     return {name: Model(outline.spec, "bfloat16", shares(outline)) for name, outline in outlines.items()}
 
 
-def test_estimates_are_near_what_was_measured(models: dict[str, Model]) -> None:
-    """Of Llama-3.1-8B on an H200, as docs/PERFORMANCE.md has it: 4.12 and 4.90 ms a step, 39 400 prompt tokens/s."""
-    found = estimate(models["8b"], CARDS["h200"], Split(1, 1), Workload(32, 128, 256))
-    assert found.decode_one == pytest.approx(4.12e-3, rel=0.1)
-    assert 32 / found.rate == pytest.approx(4.90e-3, rel=0.1)
-    prompt = estimate(models["8b"], CARDS["h200"], Split(1, 1), Workload(1, 4096, 1))
-    assert 4096 / prompt.first_token == pytest.approx(39_400, rel=0.15)
-
-
 @pytest.mark.nightly
 def test_requests_of_unlike_lengths_take_until_the_longest_has_ended(models: dict[str, Model]) -> None:
-    """Those of one length take what the plan says; 256 of all lengths within a fifth of what they took on H200s."""
+    """Those of one length take what the plan says."""
     card = CARDS["h200"]
     planned = estimate(models["8b"], card, Split(1, 1), Workload(64, 1024, 256))
     alike = seconds_of(models["8b"], card, Split(1, 1), [(1024, 256)] * 64, 64)
     assert alike == pytest.approx(64 * 256 / planned.rate, rel=0.01)
     in_turns = seconds_of(models["8b"], card, Split(1, 1), [(1024, 256)] * 64, 16)
     assert in_turns == pytest.approx(4 * seconds_of(models["8b"], card, Split(1, 1), [(1024, 256)] * 16, 16))
-    dice = random.Random(0)
-    lengths = [(dice.randint(100, 1024), dice.randint(100, 1024)) for _ in range(256)]
-    for name, cards, seconds in (("8b", 1, 13.4), ("8b", 2, 7.99), ("8b", 4, 5.22), ("70b", 4, 28.3)):
-        assert seconds_of(models[name], card, Split(cards, 1), lengths, 256) == pytest.approx(seconds, rel=0.2)
 
 
 def test_prompts_of_ranks_run_beside_most_of_their_sums(models: dict[str, Model]) -> None:

@@ -54,7 +54,7 @@ def test_a_part_of_the_shorter_of_weights_and_products_is_not_hidden() -> None:
 
 
 def test_what_is_reached_of_the_card_is_known() -> None:
-    clocked, statistics = Clocked(replace(FACTORS, read=0.9, keys_read=0.6)), EngineStatistics()
+    clocked, statistics = Clocked(replace(FACTORS, read=[0.1, 0.1, 0.9], keys_read=0.6)), EngineStatistics()
     clocked.step(StepLoad(rows=2, keys=100), 14.54)
     clocked.seconds.report(statistics)
     expected, took = statistics.reading

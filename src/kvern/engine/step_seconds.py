@@ -119,7 +119,8 @@ class StepSeconds:
         spent[KEYS] += factor * keys
         factors = self._factors
         if factors is not None:
-            self._reads += factors.read * weights + factors.keys_read * keys
+            read = factors.read[min(tokens.bit_length(), len(factors.read) - 1)]
+            self._reads += read * weights + factors.keys_read * keys
         if products:
             spent[PRODUCTS] += factor * products
             self._computes += products

@@ -178,14 +178,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class StepFactors:
-    """Seconds of the parts of steps. `weights`: of reading them, by the length in bits of the number of rows.
+    """Seconds of the parts of steps. `weights`: of reading them, by the length in bits of the number of rows; `read`:
+    the share of the card's bandwidth that each assumes.
 
     `row`: of the products of a row; `head`: of those of a decode besides; `pair`: of the attention of a prompt's token
     to a key; `keys`: of reading what a decode attends to, for each window (0: none) by key; `state`: of what a decode
     reads and writes besides; `sums` and `sum_row`: of transfers between cards, in each step and for each row;
-    `overhead`: in each step of several rows. `read`, `keys_read` and `computed`: the shares of the card's bandwidth and
-    rate that they assume for weights, keys and products. `late`: the share of the shorter of weights and products that
-    does not overlap with the longer.
+    `overhead`: in each step. `keys_read` and `computed`: the shares of the card's bandwidth and rate that they assume
+    for keys and products. `late`: the share of the shorter of weights and products that does not overlap with the
+    longer.
     """
 
     weights: Sequence[float]
@@ -197,7 +198,7 @@ class StepFactors:
     sum_row: float
     overhead: float
     card: Card
-    read: float = 1.0
+    read: Sequence[float] = (1.0,)
     keys_read: float = 1.0
     computed: float = 1.0
     late: float = 0.0
@@ -358,22 +359,27 @@ def step_factors(model: Model, card: Card, split: Split, token_bytes: float) -> 
     sums = _moved(model, card, split, 0)
     row = _product_seconds(model, card, split, typical, 0) / typical
     head = _product_seconds(model, card, split, typical, typical) / typical - row
-    read = sum(_read_part(model, share, split, typical) * share.nbytes for share in model.shares) / card.bandwidth
+    numbers = [max(3 << bits >> 2, 1) for bits in range(ROW_BITS)]
+    weights = [_weight_seconds(model, card, split, rows) for rows in numbers]
+    least = [
+        sum(_read_part(model, share, split, rows) * share.nbytes for share in model.shares) / card.bandwidth
+        for rows in numbers
+    ]
     computed = sum(
         _computed_part(model, share, split, typical) * model.operations(share) / _rate(card, share)
         for share in model.shares
     )
     return StepFactors(
-        weights=[_weight_seconds(model, card, split, max(3 << bits >> 2, 1)) for bits in range(ROW_BITS)],
+        weights=weights,
         row=row,
         pair=pair / (split.tensor * card.reached.attended * card.rate),
         keys=[(window, numbers * each) for window, numbers in keys.items()],
         state=2 * model.state_bytes / split.cards / bandwidth,
         sums=sums,
         sum_row=_moved(model, card, split, 1) - sums,
-        overhead=_overhead(model, card, typical),
+        overhead=_overhead(model, card),
         card=card,
-        read=read / _weight_seconds(model, card, split, typical),
+        read=[fastest / seconds for fastest, seconds in zip(least, weights, strict=True)],
         keys_read=card.reached.keys,
         computed=computed / (row + head),
         late=card.reached.late,
@@ -463,7 +469,7 @@ def decode_seconds(model: Model, card: Card, split: Split, rows: int, context: i
     keys = _key_bytes(model, context) * _part_of_keys(model, split) + 2 * model.state_bytes / split.tensor
     seconds = max(read, computed) + card.reached.late * min(read, computed)
     seconds += rows * keys / (card.reached.keys * card.bandwidth)
-    return seconds + _overhead(model, card, rows) + _moved(model, card, split, rows)
+    return seconds + _overhead(model, card) + _moved(model, card, split, rows)
 
 
 def prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: int) -> float:
@@ -488,12 +494,14 @@ def _halves(model: Model, card: Card, split: Split, rows: int) -> bool:
 
 
 def _weight_seconds(model: Model, card: Card, split: Split, rows: int) -> float:
-    """Returns the seconds in which a step of so many rows reads weights, and makes numbers of those of few bits."""
+    """Returns the seconds in which a step of so many rows reads weights: to make numbers of those of few bits, and to
+    begin and end products of several rows, takes longer."""
     reached, seconds = card.reached, 0.0
+    more = card.overhead * (reached.several - 1) if rows > 1 else 0.0
     for share in model.shares:
         unpacked = reached.unpacked * share.parameters / card.instructions if share.bits < 8 else 0.0
         read = max(share.nbytes / (reached.read * card.bandwidth), unpacked)
-        seconds += _read_part(model, share, split, rows) * read
+        seconds += _read_part(model, share, split, rows) * read + more * model.products(share)
     return seconds
 
 
@@ -511,14 +519,13 @@ def _product_seconds(model: Model, card: Card, split: Split, rows: int, sampled:
     return seconds
 
 
-def _overhead(model: Model, card: Card, rows: int) -> float:
+def _overhead(model: Model, card: Card) -> float:
     """Returns the seconds of a step that products take besides; those of a CPU are measured with it."""
     if card.host:
         return 0.0
-    each = card.reached.several if rows > 1 else 1.0
     more = card.reached.quantized
     return card.overhead * sum(
-        model.products(share) * (each + (more if share.format not in PLAIN else 0.0)) for share in model.shares
+        model.products(share) * (1 if share.format in PLAIN else 1 + more) for share in model.shares
     )
 
 
