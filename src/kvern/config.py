@@ -51,7 +51,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the safetensors files; dummy makes random weights from config.json, for benchmarks."""
     model_implementation: Literal["auto", "kvern", "transformers"] = "auto"
-    """Code that computes the model: kvern's or, on a CPU, that of transformers, an optional package, which is slower.
+    """Code that computes the model: kvern's or that of transformers, an optional package, which is slower.
     auto takes kvern's if it knows the model's architecture."""
     quantization: Literal["fp8", "int8", "int4"] | None = None
     """Format to which plain weights are quantized while they are loaded: fp8 or int8, with a scale for each row, or

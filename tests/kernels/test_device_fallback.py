@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,32 @@ def test_answers_are_those_of_pytorch(family: str, tmp_path: Path, on_device: Ca
             assert token_ids(found) == token_ids(expected)
             assert list(chosen_logprobs(found)) == pytest.approx(list(chosen_logprobs(expected)), abs=2e-4)
         check_integrity(llm)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("options", "close"),
+    [
+        ({"kv_cache_dtype": "int8"}, 2e-2),
+        ({"quantization": "int8"}, 0.1),
+        ({"elastic_kv_cache": True}, 2e-4),
+        ({"proposer": "ngram"}, 2e-4),
+        ({"kv_tier": ("host:8MB",)}, 2e-4),
+        ({"enable_sleep": True, "overlap": False}, 2e-4),
+    ],
+    ids=str,
+)
+def test_options_give_what_they_give_through_pytorch(
+    options: dict[str, Any], close: float, tmp_path: Path, on_device: Callable[..., LLM]
+) -> None:
+    make_checkpoint("apertus", tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)
+    given = OPTIONS | OTHERS | options
+    with LLM(str(tmp_path), device="cpu", **given) as llm:
+        expected = llm.generate(PROMPTS, params)
+    with on_device(tmp_path, **given) as llm:
+        found = llm.generate(PROMPTS, params)
+        check_integrity(llm)
+    # After an answer's first token engines may go on with different ones.
+    first, wanted = (list(chosen_logprobs(outputs))[::2] for outputs in (found, expected))
+    assert first == pytest.approx(wanted, abs=close)

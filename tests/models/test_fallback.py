@@ -214,14 +214,21 @@ def test_tied_embeddings_in_16_bits(family: str, tmp_path: Path) -> None:
         assert len(output.outputs[0].token_ids) == 4
 
 
-@pytest.mark.parametrize(("device", "owner"), [("cpu", "this machine"), ("cuda", "this GPU")])
-def test_too_little_memory_is_refused(device: str, owner: str, apertus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, memory = description.describe(apertus), DeviceMemory(torch.device("cpu"), None)
-    memory.device = torch.device(device)
+def test_too_little_memory_is_refused(apertus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, memory = description.describe(apertus), DeviceMemory(torch.device("cpu"))
+    check_fallback_options(EngineConfig(), spec, torch.float32, memory)
+    large = replace(spec, parameters=10**18)
+    with pytest.raises(ConfigError, match=r"4000000000.0 GB in float32, and this machine has \d+.\d GB: use a smaller"):
+        check_fallback_options(EngineConfig(), large, torch.float32, memory)
+    memory.device, memory.share = torch.device("cuda"), 0.5
     monkeypatch.setattr(memory, "free_and_total", lambda: (8 << 30, 16 << 30))
     check_fallback_options(EngineConfig(), spec, torch.float32, memory)
-    with pytest.raises(ConfigError, match=f"the weights take 4000000000.0 GB, and {owner} has"):
-        check_fallback_options(EngineConfig(), replace(spec, parameters=10**18), torch.float32, memory)
+    config = EngineConfig(quantization="int4")
+    with pytest.raises(ConfigError, match=r"they are quantized, and free on the GPU within gpu_memory_share 0.5"):
+        check_fallback_options(config, large, torch.float32, memory)
+    monkeypatch.setattr(memory, "free_and_total", lambda: (1 << 80, 1 << 80))
+    with pytest.raises(ConfigError, match="transformers loads them into the machine's memory first, of which are free"):
+        check_fallback_options(config, large, torch.float32, memory)
 
 
 @pytest.mark.parametrize("kind", ["missing", "unexpected", "mismatched"])

@@ -69,6 +69,24 @@ def test_a_hit_gives_the_bits_of_the_prefix_tree(
         assert check_hits(llm, PROMPT) == 56
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("family", ["gpt2", "mimo_v2_flash", "llama"])
+def test_models_of_transformers_have_pages(family: str, model: Callable[[str], Path]) -> None:
+    """Which are no other's: those of kvern's own model are misses."""
+    options = OPTIONS | {"model_implementation": "transformers"}
+    with LLM(str(model(family)), kv_tier=HOST, **options) as llm:
+        assert check_hits(llm, PROMPT) == 56
+
+
+def test_pages_of_transformers_are_no_pages_of_kverns(model: Callable[[str], Path], tmp_path: Path) -> None:
+    option = (f"disk:{tmp_path / 'pages'}:1GB",)
+    for implementation in ("kvern", "transformers"):
+        with LLM(str(model("llama")), kv_tier=option, model_implementation=implementation, **OPTIONS) as llm:
+            trust(llm)
+            assert answer(llm, PROMPT)[1] == 0
+            settle(llm)
+
+
 TALKING: dict[str, Any] = {"kv_cache_tokens": 150, "max_batch_tokens": 24}
 """Less memory than four conversations take."""
 

@@ -71,7 +71,7 @@ def _kind(config: Mapping[str, Any]) -> str:
     try:
         spec_from_config(config)
     except UnsupportedModel as error:
-        return f"{error}; transformers may compute it on a CPU (docs/models.md)"
+        return f"{error}; transformers may compute it (docs/models.md)"
     return f"model type {config.get('model_type')}: kvern computes it itself"
 
 

@@ -47,7 +47,7 @@ def describe_model(folder: Path, config: Mapping[str, Any], implementation: str)
             raise
         raise UnsupportedModel(f"kvern has no description of this model (docs/models.md), and {error}") from error
     logger.warning(
-        "transformers %s computes %s%s: slower, without graphs and adapters; see docs/models.md",
+        "transformers %s computes %s%s: slower, without adapters; see docs/models.md",
         transformers.__version__,
         spec.model_type,
         "" if is_described(config) else ", which kvern has no description of (kvern describe may find one)",

@@ -11,7 +11,7 @@ import torch
 from kvern.attention.memory import CacheOptions
 from kvern.attention.torch_sdpa import TorchAttention
 from kvern.config import EngineConfig
-from kvern.cpu.cores import total_memory
+from kvern.cpu.cores import available_memory, total_memory
 from kvern.device.input_batch import build_input_batch
 from kvern.device.rows import BatchRows
 from kvern.errors import ConfigError, UnsupportedModel, in_a_line
@@ -40,6 +40,9 @@ EXACT = 1e-4
 """The share of their spread by which logits in float32 may differ: sums are made in another order."""
 
 
+FREE = "free memory of the machine, or use a smaller model"
+
+
 def load_checked(
     folder: Path, spec: TransformersSpec, plan: Plan, options: LoadOptions, startup: Startup
 ) -> "TransformersDecoder":
@@ -47,7 +50,13 @@ def load_checked(
     from kvern.models.fallback.decoder import load_fallback
 
     with startup.stage("weights"):
-        model = load_fallback(folder, spec, getattr(torch, plan.dtype), options)
+        try:
+            model = load_fallback(folder, spec, getattr(torch, plan.dtype), options)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"the GPU has no memory for the weights: {in_a_line(error)}; free memory on the card, raise "
+                "gpu_memory_share, or use a smaller model"
+            ) from error
     with startup.stage("check"):
         check_fallback(model, plan.max_model_len, getattr(torch, plan.plain_cache_dtype))
     return model
@@ -181,14 +190,22 @@ def check_fallback_options(
         ),
     }
     refuse(refused, f"{spec.model_type}, which transformers computes")
-    on_gpu = memory.device.type == "cuda"
-    needed, there = spec.parameters * dtype.itemsize, memory.free_and_total()[0] if on_gpu else total_memory()
-    if needed > there:
-        owner = "this GPU has" if on_gpu else "this machine has"
-        raise ConfigError(
-            f"the weights take {needed / GIGABYTE:.1f} GB, and {owner} {there / GIGABYTE:.1f} GB for them: use a "
-            "smaller model"
-        )
+    needed, on_gpu = spec.parameters * dtype.itemsize, memory.device.type == "cuda"
+    places = [(total_memory(), "this machine has", "use a smaller model")]
+    if on_gpu:
+        share = "" if memory.share is None else f" within gpu_memory_share {memory.share}"
+        remedy = f"{'raise the share, ' if share else ''}free memory on the card, or use a smaller model"
+        places = [
+            (memory.free_and_total()[0], f"free on the GPU{share} are", remedy),
+            (available_memory(), "transformers loads them into the machine's memory first, of which are free", FREE),
+        ]
+    stored = str(dtype).removeprefix("torch.") + (", before they are quantized" if config.quantization else "")
+    for there, whose, remedy in places:
+        if needed > there:
+            raise ConfigError(
+                f"the weights take {needed / GIGABYTE:.1f} GB in {stored}, and {whose} {there / GIGABYTE:.1f} GB: "
+                f"{remedy}"
+            )
 
 
 def bound(dtype: torch.dtype, layers: int) -> float:

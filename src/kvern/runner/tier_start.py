@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from kvern.cache.keys import model_identity
 from kvern.cache.messages import blocks_of_page
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError, without_passwords
+from kvern.models.fallback.spec import TransformersSpec
 from kvern.ranks.ranks import Ranks
 from kvern.runner.cached_model import StateStack
 from kvern.runner.memory import bytes_of_packed
@@ -68,8 +70,9 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
     spec = cache.spec
     layout = cache.layout
     ranks = cache.ranks
-    stage = range(len(spec.layers)) if ranks.stage.layers is None else ranks.stage.layers
-    places = [(layer, kept) for layer, kept in zip(spec.caching_layers, spec.attentions, strict=True) if layer in stage]
+    stage = ranks.stage.layers
+    caching = zip(spec.caching_layers, spec.attentions, strict=True)
+    places = [(layer, kept) for layer, kept in caching if stage is None or layer in stage]
     scales = None if cache.eight_bit is None else cache.eight_bit.scales
     layers = [layer for layer, _ in places]
     tables, caches = tables_of(cache)
@@ -79,7 +82,8 @@ def start_tier(config: EngineConfig, cache: TieredCache) -> tuple[Tier, list[str
         tables = [0 if draft.is_head else DRAFTS for _ in places_of_draft]
         groups += head_groups(draft.caches, draft.attentions, places_of_draft, tables, ranks, None, draft.name)
     token_bytes = sum(len(group.kinds) * group.block_bytes for group in groups) // layout.block_size
-    mixers = [(place, mixer) for place in stage for mixer in spec.layers[place].mixers]
+    here = [(place, layer) for place, layer in enumerate(spec.layers) if stage is None or place in stage]
+    mixers = [(place, mixer) for place, layer in here for mixer in layer.mixers]
     states = state_groups([place for place, mixer in mixers if isinstance(mixer, RecurrentSpec)], cache.states, ranks)
     state_bytes = sum(len(group.kinds) * group.block_bytes for group in states)
     mover = make_mover([*groups, *states], layout.block_size, bytes_of_packed(cache.plan, token_bytes, state_bytes))
@@ -137,6 +141,8 @@ def identity_of(config: EngineConfig, cache: TieredCache, sums: str) -> Identity
         for layer in cache.spec.layers
         if (rope := layer.rope) is not None
     }
+    if isinstance(cache.spec, TransformersSpec):
+        turns = {f"those of transformers {version('transformers')}"}
     described = {
         "weights": f"{config.load_format} {config.quantization or 'as stored'}",
         "dtype": plan.dtype,

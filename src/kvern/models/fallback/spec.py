@@ -20,3 +20,8 @@ class TransformersSpec(ModelSpec):
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attentions, each of which has its own keys and values."""
         return self.calls
+
+    @property
+    def caching_layers(self) -> tuple[int, ...]:
+        """The places of the attentions: each stores its keys and values."""
+        return tuple(range(len(self.calls)))
