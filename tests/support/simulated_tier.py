@@ -59,7 +59,7 @@ class SimulatedTier:
 
     def pays(
         self,
-        pages: Sequence[tuple[bytes, Part]],
+        pages: Sequence[tuple[str, Part]],
         start: int,
         end: int,
         ahead: Sequence[tuple[int, int]] = (),

@@ -102,7 +102,7 @@ def test_a_store_that_hangs_is_late() -> None:
     shelf, clock = shelf_of(store)
     keep(store, 1)
     store.waits = {"get"}
-    price = shelf.seconds(shelf.counts([(known(1), 1000)]))
+    price = shelf.seconds(shelf.counts([(shelf.stores[0].name, 1000)]))
     for number in range(3):
         wanted = pieces(1)
         shelf.load(number, [wanted])
@@ -299,7 +299,7 @@ def test_loads_that_are_decided_on_in_one_step_stand_in_line() -> None:
     """Each takes the time of those before it, too, before the first has begun."""
     shelf, _ = shelf_of(HostStore(1 << 20))
     fill(shelf, 1, 2)
-    counts = shelf.counts([(known(1), 10**9)])
+    counts = shelf.counts([(shelf.stores[0].name, 10**9)])
     alone = shelf.seconds(counts)
     shelf.promise(counts)
     behind = shelf.seconds(counts)
@@ -348,7 +348,7 @@ def test_what_a_device_has_not_copied_yet_is_not_late() -> None:
     store, memory, clock = MemoryStore(), PromptPages(), Clock()
     shelf = Shelf({"far": store}, clock, memory)
     keep(store, 1, 2)
-    price = shelf.seconds(shelf.counts([(known(1), 1000)]))
+    price = shelf.seconds(shelf.counts([(shelf.stores[0].name, 1000)]))
     store.waits = {"get"}
     shelf.load(1, [[piece] for piece in pieces(1, 2)])
     eventually(lambda: "get" in store.calls)
@@ -362,7 +362,7 @@ def test_what_a_device_has_not_copied_yet_is_not_late() -> None:
     found = shelf.figures()["far"]
     assert (found.hit_tokens, found.late_tokens, found.failures) == (128, 0, 0)
     assert found.read_seconds == pytest.approx(0.301), "the store's time, and the copies'"
-    assert shelf.seconds(shelf.counts([(known(1), 1000)])) > price
+    assert shelf.seconds(shelf.counts([(shelf.stores[0].name, 1000)])) > price
     shelf.close()
 
 

@@ -190,7 +190,7 @@ def test_a_slow_load_pays_if_the_queue_takes_as_long(tiny_model: Path, monkeypat
         tier = tier_of(llm)
         tier.computing = lambda start, end: (end - start) / 1000
         monkeypatch.setattr(tier.shelf, "seconds", lambda sizes: 0.06)
-        pages = [(bytes(16), Part.BLOCKS)]
+        pages = [("host", Part.BLOCKS)]
         assert not tier.pays(pages, 0, 40)
         assert figures(llm).refused_tokens == 40
         assert not tier.pays(pages, 0, 40, [(0, 8), (60, 64)], is_next=False)

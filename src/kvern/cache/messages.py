@@ -81,6 +81,8 @@ class Part(Enum):
     DRAFT = "draft"
     """Keys and values of a draft model. A hit does without: they are computed again."""
 
+    __hash__ = object.__hash__  # that of `Enum` takes ten times as long
+
 
 class PageSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Keep parts of a page: `tables` has its blocks in each block table, or none of a table.
@@ -185,7 +187,7 @@ class TierIndex(Protocol):
 
     def pays(
         self,
-        pages: Sequence[tuple[bytes, Part]],
+        pages: Sequence[tuple[str, Part]],
         start: int,
         end: int,
         ahead: Sequence[tuple[int, int]] = (),
@@ -193,8 +195,8 @@ class TierIndex(Protocol):
     ) -> bool:
         """Returns whether loading pages is faster than computing the tokens `start` to `end` of a prompt.
 
-        `ahead`: tokens of other prompts that are computed before, in which time pages may come, too. `is_next`: if it
-        does not pay, the tokens are computed now.
+        `pages`: the stores that have them (`source`), and their parts. `ahead`: tokens of other prompts that are
+        computed before, in which time pages may come, too. `is_next`: if it does not pay, they are computed now.
         """
 
     def patience(self, start: int, end: int) -> float:

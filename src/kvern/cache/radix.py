@@ -102,8 +102,8 @@ class RadixCache:
             return [], None, 0
         size = self._block_size
         path = [*before[: limit // size]]
-        while path and not _is_there(path[-1]):
-            path.pop()
+        if path and not _is_there(path[-1]):
+            del path[bisect_left(path, True, key=_is_gone) :]  # who follows a node that is gone went before it
         if path and path[0].parent is not root:
             path.clear()
         node = path[-1] if path else root
@@ -172,6 +172,7 @@ class RadixCache:
             if above is None or above.children:
                 node = self.insert_edge(namespace, above, edge, block, step)
                 self.acquire([node])
+                step = max(step, node.step)
             else:  # by far the most frequent case: it has no other to go before, or to be
                 node = above.children[edge] = Node(above, edge, block, step)
                 node.users = 1
@@ -218,11 +219,14 @@ class RadixCache:
 
     def evict(self, count: int) -> None:
         """Free the `count` least recently used blocks (fewer when there are fewer)."""
+        blocks = []
         for _ in range(min(count, len(self._unused))):
             leaf = next(iter(self._unused))
-            self._remove(leaf)
+            self._take_out(leaf)
+            blocks.append(leaf.block)
             if leaf.parent is not None and leaf.parent.parent is None and not leaf.parent.children:
                 self._roots = {name: root for name, root in self._roots.items() if root is not leaf.parent}
+        self._pool.release(blocks)
 
     def oldest(self, count: int) -> Iterator[Node]:
         """The least recently used nodes that eviction can remove, in order, at most so many."""
@@ -274,6 +278,11 @@ class RadixCache:
         self.evict(len(self._unused))
 
     def _remove(self, node: Node) -> None:
+        self._take_out(node)
+        self._pool.release((node.block,))
+
+    def _take_out(self, node: Node) -> None:
+        """Remove a node whose block is released afterwards."""
         del self._unused[node]
         parent = node.parent
         assert parent is not None and not node.children, "only an unused leaf can be removed"
@@ -282,7 +291,6 @@ class RadixCache:
         edge, order = node.edge, parent.order
         del parent.children[edge]
         del order[bisect_left(order, edge) if len(order) > 1 else 0]
-        self._pool.release([node.block])
         self._size -= 1
 
     def nodes(self) -> Iterator[Node]:
@@ -329,6 +337,10 @@ class RadixCache:
 def _is_there(node: Node) -> bool:
     """True if a node has not been removed from the tree."""
     return node.parent is not None and node.parent.children.get(node.edge) is node
+
+
+def _is_gone(node: Node) -> bool:
+    return not _is_there(node)
 
 
 def _longest_shared(node: Node, tokens: Tokens) -> tuple[Node | None, int]:

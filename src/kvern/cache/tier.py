@@ -309,12 +309,12 @@ class TierTraffic(CacheExtension):
     ) -> bool:
         """Begin a load, for which the request waits unless `ahead` is None: then it is still to come."""
         end = pages[-1].end * self._block_size
-        if not self._tier.pays([(page.key, page.part) for page in pages], prompt.usable, end, ahead or (), is_next):
+        if not self._tier.pays([(page.store, page.part) for page in pages], prompt.usable, end, ahead or (), is_next):
             return False
         if self._tier.keeps_drafts:
             ends = [page for page in pages if page.part is Part.BLOCKS and self._has(prompt, page.key, Part.DRAFT)]
             pages += [loaded_page(prompt, page.key, Part.DRAFT, page.end) for page in ends]
-        self._begin(prompt, pages, step, waits=ahead is not None)
+        self._begin(prompt, pages, step, ahead is not None)
         return True
 
     def bring(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> None:
@@ -489,13 +489,12 @@ class TierTraffic(CacheExtension):
 
     def _enter(self, load: PendingLoad, page: LoadedPage) -> None:
         """A part of a page has arrived: nodes of the prefix tree have it."""
-        while len(load.path) < page.end:
-            place = len(load.path) - load.known
-            parent = load.path[-1] if load.path else None
-            step = load.step if parent is None else max(load.step, parent.step)  # nodes are not older than parents
-            node = self._tree.insert_edge(load.namespace, parent, load.edges[place], load.blocks[place], step)
-            self._tree.acquire([node])
-            load.path.append(node)
+        if len(load.path) < page.end:
+            place = slice(len(load.path) - load.known, page.end - load.known)
+            step = max([load.step, *(node.step for node in load.path[-1:])])  # nodes are not older than parents
+            loaded = zip(load.edges[place], load.blocks[place], strict=True)
+            self._tree.grow(load.namespace, load.path, loaded, step)
+            load.path[-1].key = page.key
         for index in page.windows:
             assert self._windows is not None
             self._windows.give(load.path[index], load.windows[index], load.step)

@@ -3,6 +3,7 @@
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate, islice, takewhile
 
 from kvern.cache.messages import ALL_STEPS, NO_STATE, PageLoad, PageSave, Part, blocks_of_page
@@ -18,6 +19,9 @@ MOST_ASKED = 1024
 
 PATIENCE = 0.25
 """The share of what computing takes that a load may take in any case: a thread may have to wait for a processor."""
+
+NAMES_KEPT = 1024
+"""Pages of a kind whose names are remembered: a page that is loaded is asked for several times."""
 
 PRICED_TOKENS = 512
 """Tokens of a prompt by whose time the price of a load is told."""
@@ -62,7 +66,7 @@ class Tier:
         """Steps, and what was on its way to stores after them."""
         self._mover = mover
         kinds = (kind for group in mover.groups for kind in (group.kind, *group.kinds))
-        self._makers = {kind: page_names(identity, kind) for kind in kinds}
+        self._makers = {kind: lru_cache(NAMES_KEPT)(page_names(identity, kind)) for kind in kinds}
         page_blocks = blocks_of_page(block_size)
         self._page_tokens = page_blocks * block_size
         self._counted = mover.groups[0].part
@@ -123,7 +127,7 @@ class Tier:
 
     def pays(
         self,
-        pages: Sequence[tuple[bytes, Part]],
+        pages: Sequence[tuple[str, Part]],
         start: int,
         end: int,
         ahead: Sequence[tuple[int, int]] = (),
@@ -133,8 +137,7 @@ class Tier:
         if self.computing is None:
             return True
         waits = sum(self.computing(*span) for span in ahead)
-        sizes = ((self._names(key, part)[0], self._bytes[part]) for key, part in pages if part in self._first)
-        counts = self.shelf.counts(sizes)
+        counts = self.shelf.counts((store, self._bytes[part]) for store, part in pages if part in self._first)
         if self.shelf.seconds(counts) <= self.computing(start, end) + waits:
             self.shelf.promise(counts)
             return True

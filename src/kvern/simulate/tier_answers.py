@@ -63,7 +63,7 @@ class NotedTier:
 
     def pays(
         self,
-        pages: Sequence[Page],
+        pages: Sequence[tuple[str, Part]],
         start: int,
         end: int,
         ahead: Sequence[tuple[int, int]] = (),
@@ -123,7 +123,7 @@ class RepeatedTier:
 
     def pays(
         self,
-        pages: Sequence[Page],
+        pages: Sequence[tuple[str, Part]],
         start: int,
         end: int,
         ahead: Sequence[tuple[int, int]] = (),

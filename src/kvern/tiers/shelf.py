@@ -90,8 +90,10 @@ class Shelf:
     def find(self, names: PageName) -> Shelved | None:
         """The first store that probably has a piece and may be asked for it."""
         now = self._clock()
-        on = (one for one in self.stores if one.breaker.is_on(now))
-        return next((one for one in on if one.has(one.name_of(names), now)), None)
+        for one in self.stores:
+            if one.breaker.is_on(now) and one.has(one.name_of(names), now):
+                return one
+        return None
 
     def _distant(self, name: str) -> Shelved | None:
         """The distant store of this name, if it may be asked."""
@@ -119,14 +121,12 @@ class Shelf:
         """Counts tokens that are computed because that is faster."""
         self.stores[0].count(refused_tokens=tokens)
 
-    def counts(self, pages: Iterable[tuple[PageName, int]]) -> Mapping[Shelved, int]:
-        """Returns the bytes that each store has of pages: their names and sizes in bytes."""
-        counts: defaultdict[Shelved, int] = defaultdict(int)
-        for names, size in pages:
-            found = self.find(names)
-            if found is not None:
-                counts[found] += size
-        return counts
+    def counts(self, pages: Iterable[tuple[str, int]]) -> Mapping[Shelved, int]:
+        """Returns the bytes that each store has of pages: the names of their stores, and their sizes in bytes."""
+        counts: defaultdict[str, int] = defaultdict(int)
+        for name, size in pages:
+            counts[name] += size
+        return {one: counts[one.name] for one in self.stores if one.name in counts}
 
     def seconds(self, counts: Mapping[Shelved, int]) -> float:
         """Returns the predicted seconds of a load of so many bytes, behind all that were decided on before."""
