@@ -89,10 +89,15 @@ def models(folders: dict[str, Path]) -> dict[str, Model]:
     return {name: Model(outline.spec, "bfloat16", shares(outline)) for name, outline in outlines.items()}
 
 
-@pytest.mark.nightly
-def test_requests_of_unlike_lengths_take_until_the_longest_has_ended(models: dict[str, Model]) -> None:
+def test_requests_take_until_the_longest_has_ended(models: dict[str, Model]) -> None:
     """Those of one length take what the plan says."""
     card = CARDS["h200"]
+    one, both, longer = (
+        seconds_of(models["8b"], card, Split(1, 1), lengths, 2)
+        for lengths in ([(100, 300)], [(100, 100), (100, 100)], [(100, 100), (100, 300)])
+    )
+    alone = one - seconds_of(models["8b"], card, Split(1, 1), [(100, 100)], 1)
+    assert longer == pytest.approx(both + alone, rel=0.01)
     planned = estimate(models["8b"], card, Split(1, 1), Workload(64, 1024, 256))
     alike = seconds_of(models["8b"], card, Split(1, 1), [(1024, 256)] * 64, 64)
     assert alike == pytest.approx(64 * 256 / planned.rate, rel=0.01)

@@ -2,7 +2,7 @@
 
   decode step = reading weights, computing products: the longer, and a part of the shorter
                 + keys and values read / bandwidth + what each product takes besides + all-reduces
-  prompts     = products + attention + all-reduces, or a share of them where they overlap with products
+  prompts     = products + attention + states + all-reduces, or a share of them where they overlap with products
   products    = operations / rate + their inputs and outputs, read and written / bandwidth
 
 Pipeline stages are assumed to be equal. Each computes a share of the requests at a time, so the decode of one takes the
@@ -47,6 +47,8 @@ WHOLE = (SMALL, "routers", "indexer", "attention queries, latents", "residual st
 """Kinds of layers that every rank has completely."""
 HEAD = "output layer", "embeddings"
 """Kinds of weights with which only rows that are sampled are multiplied."""
+STATE_TOKENS = 32
+"""Tokens of a prompt that change states in the time that those of one decode take to be read and written."""
 HALVED = "attention q, k, v", "attention out", "MLP gate, up", "MLP down"
 """Kinds of layers that steps in two parts compute for one part while rows of the other are all-reduced."""
 ROW_BITS = 20
@@ -359,6 +361,8 @@ def step_factors(model: Model, card: Card, split: Split, token_bytes: float) -> 
     sums = _moved(model, card, split, 0)
     row = _product_seconds(model, card, split, typical, 0) / typical
     head = _product_seconds(model, card, split, typical, typical) / typical - row
+    state = 2 * model.state_bytes / split.cards / bandwidth
+    row += state / STATE_TOKENS
     numbers = [max(3 << bits >> 2, 1) for bits in range(ROW_BITS)]
     weights = [_weight_seconds(model, card, split, rows) for rows in numbers]
     least = [
@@ -374,7 +378,7 @@ def step_factors(model: Model, card: Card, split: Split, token_bytes: float) -> 
         row=row,
         pair=pair / (split.tensor * card.reached.attended * card.rate),
         keys=[(window, numbers * each) for window, numbers in keys.items()],
-        state=2 * model.state_bytes / split.cards / bandwidth,
+        state=state,
         sums=sums,
         sum_row=_moved(model, card, split, 1) - sums,
         overhead=_overhead(model, card),
@@ -479,8 +483,10 @@ def prompt_seconds(model: Model, card: Card, split: Split, length: int, rows: in
         for item in model.spec.attentions
     )
     attended = pairs / (split.tensor * card.reached.attended * card.rate)
+    states = 2 * model.state_bytes / split.tensor / (card.reached.keys * card.bandwidth) * length / STATE_TOKENS
     sums = _all_reduced(model, card, split, length) * (EXPOSED if _halves(model, card, split, rows) else 1)
-    return _product_seconds(model, card, split, length, 1) + attended + sums + _handed(model, card, split, length)
+    mixed = attended + states
+    return _product_seconds(model, card, split, length, 1) + mixed + sums + _handed(model, card, split, length)
 
 
 def _halves(model: Model, card: Card, split: Split, rows: int) -> bool:
