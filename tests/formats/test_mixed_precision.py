@@ -139,7 +139,7 @@ def test_every_matrix_belongs_to_one_unit(family: str, tmp_path: Path) -> None:
         assert first["mlp.experts"] % 3 == 0
 
 
-def test_a_gpu_has_room_for_more_tokens_and_fewer_precisions_take_less(
+def test_a_part_of_the_free_memory_of_a_gpu_limits_tokens_and_a_single_precision_takes_all_of_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = Checkpoint(model, CPU)
@@ -147,10 +147,17 @@ def test_a_gpu_has_room_for_more_tokens_and_fewer_precisions_take_less(
     monkeypatch.setattr(sensitivity, "HIDDEN_BYTES", 300 * variants * len(sensitivity.SCHEMES) * 4 * 64)
     assert sensitivity.tokens_for(checkpoint) == 300
     assert sensitivity.tokens_for(checkpoint, (FP8,)) == 300 * len(sensitivity.SCHEMES)
-    card = SimpleNamespace(total_memory=4 * sensitivity.GPU_SHARE * sensitivity.HIDDEN_BYTES)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    usual = sensitivity.GPU_SHARE * sensitivity.HIDDEN_BYTES
+    free = 2 * usual
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100 * usual))
     checkpoint.device = torch.device("cuda")
-    assert sensitivity.tokens_for(checkpoint) == 1200
+    assert sensitivity.tokens_for(checkpoint) == 300
+    assert sensitivity.tokens_for(checkpoint, (FP8,)) == 3000
+    assert sensitivity.tokens_for(checkpoint, (FP8,), memory=usual) == 1500
+    assert sensitivity.tokens_for(checkpoint, memory=100 * usual) == 300
+    free = 9 * usual // 10  # the card is shared
+    assert sensitivity.tokens_for(checkpoint) == 270
+    assert sensitivity.tokens_for(checkpoint, (FP8,), memory=usual) == 1350
 
 
 def test_distributions_of_a_model_in_16_bits_are_not_rounded_to_them(tmp_path: Path) -> None:

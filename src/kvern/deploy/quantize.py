@@ -2,7 +2,7 @@
 
 import gc
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ from kvern.config import EngineConfig
 from kvern.deploy.discover import Discovered
 from kvern.deploy.journal import key_of, write_whole
 from kvern.deploy.plan import Planned, context_of, estimated, load_of
+from kvern.deploy.plan import reason as why_smaller
 from kvern.deploy.shard import Sharded
 from kvern.deploy.stage import Asked, Part, Work
 from kvern.errors import ConfigError
 from kvern.io.files import as_size, digest_of, open_regular, reason
 from kvern.io.progress import work_progress
 from kvern.models.folder import model_folder
+from kvern.planning.estimate import Estimate
 from kvern.quantize.calibration import Calibration, calibration
 from kvern.quantize.checkpoint import Checkpoint
 from kvern.quantize.job import make_method
-from kvern.quantize.mixed import PAGE_NAME, Budget, Mixture, loss_of
-from kvern.quantize.mixed_report import SECTION, MixedReport, read_report
+from kvern.quantize.mixed import PAGE_NAME, AllPlain, Budget, Mixture, loss_of
+from kvern.quantize.mixed_report import PLAIN, SECTION, MixedReport, read_report
 from kvern.quantize.scheme import named
 from kvern.quantize.sensitivity import SCHEMES
 from kvern.runner.device import resolve_device
@@ -106,8 +108,7 @@ class Quantize:
         checkpoint = Checkpoint(folder, resolve_device(EngineConfig()))
         rows, _ = texts_of(work, folder)
         out = work.folder / WEIGHTS
-        shutil.rmtree(out, ignore_errors=True)
-        report = self._mix(work, checkpoint, rows, out)
+        report = self._best(work, checkpoint, rows)
         result = Quantized(
             plan.smaller or "as in the bundle that is made again",
             WEIGHTS,
@@ -123,11 +124,28 @@ class Quantize:
         result.failed = _failed(work, result)
         return result
 
-    def _mix(self, work: Work, checkpoint: Checkpoint, rows: Calibration, out: Path) -> MixedReport:
+    def _best(self, work: Work, checkpoint: Checkpoint, rows: Calibration) -> MixedReport:
+        """Writes the best mixture of the plan's formats; of all, if those leave so much plain that it is not enough."""
+        formats = [] if work.asked.mixture is not None else work.of(Planned).formats
+        try:
+            report = self._mix(work, checkpoint, rows, formats)
+            lacks = why_smaller(_estimate(work), work.asked.target) if formats and PLAIN in _shares(report) else ""
+        except AllPlain:
+            if not formats:
+                raise
+            lacks = "no layer can be within --max-loss"
+        if not lacks:
+            return report
+        work.say(f"    all precisions are measured, as {formats[0]} and plain weights are not enough: {lacks}")
+        return self._mix(work, checkpoint, rows, [])
+
+    def _mix(self, work: Work, checkpoint: Checkpoint, rows: Calibration, formats: Sequence[str]) -> MixedReport:
         """Measures what each precision costs, unless an earlier run has, and writes the best mixture."""
+        out = work.folder / WEIGHTS
+        shutil.rmtree(out, ignore_errors=True)
+        release()  # what is free limits the measurement
         loss = work.asked.max_loss
         budget = None if work.asked.mixture is not None or loss is None else Budget(loss=loss)
-        formats = work.of(Planned).formats
         allowed = [scheme for scheme in SCHEMES if not formats or scheme.name in formats]
         key = key_of(rows.rows.tolist(), [scheme.name for scheme in allowed])
         kept = work.asked.mixture or work.journal.beside(f"mixture-{key}.json")
@@ -136,8 +154,10 @@ class Quantize:
             names = {name for unit in told.units for name in unit.choices}
             allowed = [scheme for name in sorted(names) if (scheme := named(name)) is not None]
         # GPTQ goes column by column, minutes for an 8B model; with 8 bits it gains next to nothing
-        method = make_method("gptq" if any(scheme.bits < 8 for scheme in allowed) else "nearest")
-        mixture = Mixture(checkpoint, rows, method, {"act_order": True, "ignore": []}, allowed)
+        has_4_bits = any(scheme.bits < 8 for scheme in allowed)
+        settings: dict[str, Any] = {"ignore": []} | ({"act_order": True} if has_4_bits else {})
+        method = make_method("gptq" if has_4_bits else "nearest")
+        mixture = Mixture(checkpoint, rows, method, settings, allowed, work.asked.memory)
         if told is None:
             with work_progress("measuring", "layers", "layers", len(checkpoint.spec.layers)) as progress:
                 told = mixture.measure(lambda done, layers: progress(done, done))
@@ -174,6 +194,13 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def _estimate(work: Work) -> Estimate:
+    """Returns the estimate of the weights that were written."""
+    release()  # what is free of a GPU is in the estimate
+    folder = work.folder / WEIGHTS
+    return estimated(EngineConfig(str(folder)), folder, load_of(work), work.asked.memory)[0][0]
+
+
 def _shares(report: MixedReport) -> dict[str, float]:
     shares = dict.fromkeys((unit.chosen for unit in report.units), 0.0)
     for unit in report.units:
@@ -193,8 +220,7 @@ def _failed(work: Work, result: Quantized) -> list[str]:
             "allowed (--max-loss)"
         )
     if work.of(Planned).lacks:
-        folder = work.folder / WEIGHTS
-        best = estimated(EngineConfig(str(folder)), folder, load_of(work), work.asked.memory)[0][0]
+        best = _estimate(work)
         if best.lacks:
             failed.append(f"with {result.bits:.3f} bits a weight {best.lacks}: allow a larger --max-loss")
     return failed

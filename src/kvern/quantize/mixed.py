@@ -34,6 +34,10 @@ MOST_TRIES = 3
 """The number of attempts to keep a mixture within a loss."""
 
 
+class AllPlain(ConfigError):
+    """An allowed loss within which no layer can be quantized."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """The budget of a mixture: bits per weight, scales included, or a `loss` of perplexity, 0.01 for 1 %."""
@@ -56,7 +60,7 @@ class Budget:
             return report.within_bits(self.bits)
         chosen = report.within_loss(tightened * self.nats)
         if all(unit.chosen == PLAIN for unit in chosen.units):
-            raise ConfigError(f"max_loss is {self.loss:.4g}: no layer can be quantized within it, allow more")
+            raise AllPlain(f"max_loss is {self.loss:.4g}: no layer can be quantized within it, allow more")
         return chosen
 
     def check(self, checkpoint: Checkpoint) -> None:
@@ -85,7 +89,8 @@ class Budget:
 class Mixture:
     """Makes one: of `checkpoint`, with `calibration`, by `method` for the codes.
 
-    `settings` go into the report as they are. `allowed`: the precisions that are measured.
+    `settings` go into the report as they are. `allowed`: the precisions that are measured. `memory`: bytes of
+    a GPU that measuring may use; None: what is free.
     """
 
     def __init__(
@@ -95,10 +100,11 @@ class Mixture:
         method: Method,
         settings: Mapping[str, Any] | None = None,
         allowed: Sequence[Scheme] = SCHEMES,
+        memory: int | None = None,
     ) -> None:
         self.checkpoint, self.calibration = checkpoint, calibration
         self._method, self._settings = method, dict(settings or {})
-        self._allowed = allowed
+        self._allowed, self._memory = allowed, memory
         self._walk: Walk | None = None
         self._measuring = 0.0  # seconds
 
@@ -106,7 +112,7 @@ class Mixture:
     def rows(self) -> Tensor:
         """The rows of the calibration with which losses are measured."""
         rows = self.calibration.rows
-        return rows[: max(1, tokens_for(self.checkpoint, self._allowed) // rows.shape[1])]
+        return rows[: max(1, tokens_for(self.checkpoint, self._allowed, self._memory) // rows.shape[1])]
 
     def measure(self, progress: Measuring = lambda done, layers: None) -> MixedReport:
         """Measures the loss of each precision of each unit; all choices are plain so far."""

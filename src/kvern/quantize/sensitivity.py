@@ -30,7 +30,8 @@ from kvern.quantize.watched import WatchedExperts, WatchedMethod
 SCHEMES = (FP8, INT8, *(int4(group) for group in GROUPS))
 """The precisions that are measured, and of which mixtures consist besides plain weights."""
 HIDDEN_BYTES, GPU_SHARE = 4 << 30, 4
-"""Limit of all variants' hidden states; on a GPU a part of its memory, one of so many, if that is more."""
+"""Limits of all variants' hidden states: bytes, and a part of a GPU's free memory, one of so many. A single precision
+on a GPU has the second limit alone."""
 UNITS_A_LAYER = 4
 """The usual number of units in a layer."""
 MOST_TOKENS, LEAST_TOKENS = 4096, 256
@@ -89,14 +90,19 @@ def _matrix(piece: Piece) -> tuple[int, int]:
     return outputs, inputs
 
 
-def tokens_for(checkpoint: Checkpoint, allowed: Sequence[Scheme] = SCHEMES) -> int:
-    """The number of tokens for the measurement of the `allowed` precisions, limited by the memory of the variants."""
+def tokens_for(checkpoint: Checkpoint, allowed: Sequence[Scheme] = SCHEMES, memory: int | None = None) -> int:
+    """The number of tokens for the measurement of the `allowed` precisions, limited by the memory of the variants.
+
+    `memory`: bytes of a GPU that may be used, if its free memory is not the limit.
+    """
     spec = checkpoint.spec
     variants = len(spec.layers) * UNITS_A_LAYER * len(allowed)
     each = spec.hidden_size * checkpoint.dtype.itemsize
     limit = HIDDEN_BYTES
     if checkpoint.device.type == "cuda":
-        limit = max(limit, torch.cuda.get_device_properties(checkpoint.device).total_memory // GPU_SHARE)
+        free = torch.cuda.mem_get_info(checkpoint.device)[0]
+        room = min(free, memory or free) // GPU_SHARE
+        limit = room if len(allowed) == 1 else min(limit, room)  # more tokens of many precisions would take minutes
     return max(LEAST_TOKENS, min(MOST_TOKENS, limit // (variants * each)))
 
 
