@@ -67,6 +67,9 @@ class Model:
     shares: Sequence[Share]
     linear: LinearMethods = LinearMethods(Unquantized())
 
+    _key_parts: dict[tuple[int, bool], float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The part of keys and values on each rank, by the number of ranks and whether experts are whole."""
+
     @cached_property
     def experts(self) -> MoeSpec | None:
         return next((layer.mlp for layer in self.spec.layers if isinstance(layer.mlp, MoeSpec)), None)
@@ -460,10 +463,11 @@ def _busiest(count: float, split: Split) -> float:
 
 def _part_of_keys(model: Model, split: Split) -> float:
     """Returns the part of keys and values on each rank."""
-    if split.tensor == 1:
-        return 1.0
-    share = share_of(model.spec, split.tensor, split.placing)
-    return bytes_of_token(share, getattr(torch, model.dtype)) / max(model.token_bytes, 1)
+    known, key = model._key_parts, (split.tensor, split.whole_experts)
+    if key not in known:
+        share = share_of(model.spec, split.tensor, split.placing)
+        known[key] = bytes_of_token(share, getattr(torch, model.dtype)) / max(model.token_bytes, 1)
+    return known[key]
 
 
 def decode_seconds(model: Model, card: Card, split: Split, rows: int, context: int) -> float:
