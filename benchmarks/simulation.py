@@ -30,7 +30,8 @@ from kvern.bench.record import keep as record_to
 from kvern.bench.steps import MeasuredEngine
 from kvern.config import EngineConfig
 from kvern.loads.source import read_load
-from kvern.simulate.costs import FittedPrice, StepSample, fit_steps
+from kvern.simulate.costs import FittedPrice, fit_steps
+from kvern.simulate.launches import StepSample
 from kvern.simulate.records import StepRecord, read_steps, replay, write_steps
 from kvern.simulate.report import figures, interval
 from kvern.simulate.study import Condition, run_once
@@ -145,7 +146,7 @@ def compare(runs: Runs, output: Path | None = None) -> None:
     replays = [replay(each.record) for several in (fitted, *runs.values()) for each in several]
     differ = [each for each in replays if each.differs is not None]
     print(f"replayed: {sum(each.steps for each in replays):,} steps of {len(replays)} runs, {len(differ)} runs differ")
-    fit = fit_steps([sample for each in fitted for sample in each.record.samples])
+    fit = fit_steps([sample for each in fitted for sample in each.record.samples], header.graph_tokens)
     print(f"costs of {fit.steps:,} steps: {fit.errors}\n")
     condition = Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace)
     print("| load | | measured | simulated | off |\n|---|---|---|---|---|")

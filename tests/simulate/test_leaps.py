@@ -9,6 +9,7 @@ from kvern.cli.main import main
 from kvern.engine.queues import POLICIES
 from kvern.loads.request import LoadRequest
 from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts, simulated_engine
+from kvern.simulate.launches import Launches
 from tests.support.simulation import DrawnPrice
 
 
@@ -40,7 +41,9 @@ PACE = PaceSizes(0.03, True, (1, 16, 256), (0.011, 0.03, 0.28), 1e-6, 1e-6)
 def run(
     sizes: EngineSizes, load: list[LoadRequest], seed: int, leaps: bool, pace: PaceSizes | None = None
 ) -> DrivenEngine:
-    engine = simulated_engine(sizes, DrawnPrice(seed), pace, leaps=leaps)
+    price = DrawnPrice(seed)
+    price.launches = Launches(20, 0.05) if seed % 2 else Launches()
+    engine = simulated_engine(sizes, price, pace, leaps=leaps)
     engine.run(load, Prompts())
     engine.scheduler.check_integrity()
     return engine

@@ -26,11 +26,10 @@ from kvern.simulate.costs import (
     WINDOW,
     FittedPrice,
     Residuals,
-    StepSample,
-    StepWork,
     fit_steps,
 )
 from kvern.simulate.engine import OWN, DrivenEngine, EngineSizes, Prompts, simulated_engine
+from kvern.simulate.launches import StepSample, StepWork
 from kvern.simulate.prediction import predicted
 from kvern.simulate.records import RecordedRequest, RecordedStep, RecordHeader, StepRecord, read_steps, write_steps
 from kvern.simulate.report import figures, read_slo
@@ -199,6 +198,21 @@ def test_prompts_add_to_what_the_decodes_of_a_mixture_of_experts_take() -> None:
         expected = curve[rows] + (0.002 + 1e-5 * prompt) * bool(prompt)
         work = StepWork(StepLoad(rows + prompt, 0, 0.0, 0.0, prompt), rows + bool(prompt), 0)
         assert fit.seconds(work) == pytest.approx(expected, rel=0.06)
+
+
+def test_more_rows_than_were_seen_take_as_much_more_as_the_last_of_those_that_were() -> None:
+    """A mixture of experts reads all of them for 60 rows, and takes hardly longer for twice as many."""
+    found = [
+        StepSample(StepWork(StepLoad(rows), rows, 0), 0.003 + 0.015 * (1 - 0.94**rows) + 1e-5 * rows)
+        for rows in range(1, 121)
+        for _ in range(3)
+    ]
+    for rows in (150, 240):
+        assert fit_steps(found).seconds(StepWork(StepLoad(rows), rows, 0)) == pytest.approx(
+            0.018 + 1e-5 * rows, rel=0.04
+        )
+    alone = [StepSample(StepWork(StepLoad(4), 4, 0), 0.002)] * 100
+    assert fit_steps(alone).seconds(StepWork(StepLoad(8), 8, 0)) == pytest.approx(0.004)
 
 
 def test_more_rows_never_take_less_however_the_keys_that_they_read_grow_with_them() -> None:

@@ -73,7 +73,7 @@ def test_pages_that_left_the_host_s_memory_come_from_a_disk() -> None:
     assert figures["host"].evicted_pages and not figures["disk"].evicted_pages
 
 
-class QuickPrice:
+class QuickPrice(Price):
     """Steps that take less than the latency of a store."""
 
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:

@@ -197,6 +197,7 @@ class MeasuredEngine:
             vocabulary=self.vocabulary,
             sizes=self._measured_sizes,
             pace=self.pace,
+            graph_tokens=self._core.executor.graph_tokens,
         )
 
     @property

@@ -170,7 +170,7 @@ def recorded(path: Path, model: str | None, hardware: str | None) -> tuple[Condi
         raise ConfigError(f"{path} is of {header.hardware}, not of {hardware}: record steps there")
     if model not in (None, header.model):
         raise ConfigError(f"{path} is of the model {header.model}, not of {model}: record its steps")
-    fit = fit_steps(record.samples)
+    fit = fit_steps(record.samples, header.graph_tokens)
     basis = f"{header.model} on {header.hardware}: costs of {fit.steps} recorded steps; {fit.errors}"
     return Condition(header.sizes, lambda seed: FittedPrice(fit, seed), header.pace), basis, header.hardware
 

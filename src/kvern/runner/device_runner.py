@@ -127,6 +127,10 @@ class DeviceRunner(StepRunner[DeviceLanguageModel, DeviceBatch, DeviceRows, Devi
         kinds = (each.kind for each in self._graphs)
         self._prompts = next((kind for kind in kinds if isinstance(kind, PromptKind)), None)
 
+    @property
+    def graph_tokens(self) -> int:
+        return 0 if self._prompts is None else max(shape.prompts for shape in self._prompts.shapes)
+
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> PendingStep:
         """Start computing the scheduled tokens, and sampling where the scheduler says so. Raises StepTooLarge."""

@@ -121,6 +121,11 @@ class Executor:
         """Begin to read how many tokens each expert has had in all steps so far; what is returned may wait for them."""
         return self._worker.count_experts()
 
+    @property
+    def graph_tokens(self) -> int:
+        """The most tokens of prompts of a step that a CUDA graph has; 0: no graph has any."""
+        return self._worker.runner.graph_tokens
+
     def measured(self) -> list[MeasuredStep]:
         """The times of steps that were measured since the last call."""
         return [] if self._worker.times is None else self._worker.times.take()

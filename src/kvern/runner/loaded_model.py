@@ -77,6 +77,10 @@ class Runner(Protocol):
     """The source of rows of embeddings for tokens; None: all tokens have ids alone."""
 
     @property
+    def graph_tokens(self) -> int:
+        """The most tokens of prompts of a step that a graph has; 0: no graph has any."""
+
+    @property
     def draft_caches(self) -> Sequence[torch.Tensor]:
         """Likewise of the layers of a draft model or head."""
 

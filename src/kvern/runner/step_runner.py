@@ -73,6 +73,11 @@ class StepRunner(Generic[Network, Batch, Rows, States]):
         self._drafter = GuardedDrafter(drafter, ranks=loaded.ranks)
         self.draft_caches = self._drafter.caches
 
+    @property
+    def graph_tokens(self) -> int:
+        """See `Runner`."""
+        return 0
+
     def _change_rows(self, output: SchedulerOutput) -> None:
         """Let rows, cache, states and adapters be as the step wants them."""
         model, rows = self.model, self._rows

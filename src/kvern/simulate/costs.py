@@ -17,7 +17,7 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from kvern.engine.step_load import StepLoad
 from kvern.engine.step_seconds import parts_of
 from kvern.errors import ConfigError
 from kvern.simulate.executor import Price
+from kvern.simulate.launches import Launches, StepSample, StepWork, find_launches, scaled, seen
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -51,27 +52,12 @@ LEAST_LIKE = 5
 CLASS = 1.5
 """Fitted times of a class are within such a factor, if enough steps are."""
 LEAST_OF_CLASS = 30
-RATIO = 1.15
+RATIO = 1.08
 """A number of rows whose cost is fitted, to the one before."""
 TURNS = 8
 """Fits, each with the weights of steps that the one before gives."""
 SMOOTH = 0.02
 """The weight of a bend of the costs, so that those of numbers of rows that were rarely seen lie between others."""
-
-
-class StepWork(NamedTuple):
-    """The work of a step, on which its time depends."""
-
-    load: StepLoad
-    requests: int
-    joined: int
-
-
-class StepSample(NamedTuple):
-    """A recorded step: its work, and the seconds from the end of the step before."""
-
-    work: StepWork
-    seconds: float
 
 
 class RooflinePrice(Price):
@@ -139,13 +125,19 @@ class Curve(msgspec.Struct, frozen=True):
         return sum(share * self.seconds[place] for place, share in self.between(rows))
 
     def between(self, rows: int) -> list[tuple[int, float]]:
-        """Returns the places of the knots around a number of rows, with the weight of each."""
+        """Returns the places of the knots around a number of rows, with the weight of each.
+
+        Beyond the last, seconds rise as they do from half of that on.
+        """
         knots = self.knots
         above = bisect_right(knots, rows)
         if not rows or not knots:
             return []
         if above == 0:
             return [(0, 1.0)]
+        if above == len(knots) and (half := bisect_right(knots, knots[-1] // 2)):
+            more = (rows - knots[-1]) / (knots[-1] - knots[half - 1])
+            return [(half - 1, -more), (above - 1, 1 + more)]
         if above == len(knots):
             return [(above - 1, rows / knots[-1])]
         share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
@@ -162,6 +154,7 @@ class StepFit(msgspec.Struct, frozen=True):
     prompts: Residuals
     errors: Errors
     steps: int
+    launches: Launches = Launches()
 
     def seconds(self, work: StepWork) -> float:
         """Returns the time of a step without what is drawn."""
@@ -174,6 +167,7 @@ class FittedPrice(Price):
 
     def __init__(self, fit: StepFit, seed: int | None) -> None:
         self._fit, self._seed = fit, seed
+        self.launches = fit.launches
         self._drawn = {False: _Drawn(fit.decodes), True: _Drawn(fit.prompts)}
         self._places = {True: 0, False: 0}
         """The residuals that come next, of steps with prompts and others."""
@@ -252,25 +246,33 @@ class _Drawn:
         return found
 
 
-def fit_steps(samples: Sequence[StepSample]) -> StepFit:
-    """Fits costs to recorded steps. Raises ConfigError if there are too few."""
+def fit_steps(samples: Sequence[StepSample], graph_tokens: int = 0) -> StepFit:
+    """Fits costs to recorded steps. Raises ConfigError if there are too few.
+
+    `graph_tokens`: see `RecordHeader`.
+    """
     if len(samples) < LEAST_STEPS:
         raise ConfigError(
             f"the record has {len(samples)} steps: at least {LEAST_STEPS} are needed to fit what steps cost; record a "
             "longer load"
         )
+    launches = find_launches(samples, graph_tokens)
     windows = [samples[first : first + WINDOW] for first in range(0, len(samples), WINDOW)]
-    trained = [sample for number, window in enumerate(windows) if number % HELD_OUT for sample in window]
+    apart = [[window[0]._replace(follows=False), *window[1:]] for window in windows]
+    trained = [sample for number, window in enumerate(apart) if number % HELD_OUT for sample in window]
     decodes, prompts = (_knots(each) for each in zip(*(_rows(sample.work.load) for sample in samples), strict=True))
-    curves, others = _solve(trained, (Curve(decodes), Curve(prompts)))
+    curves, others = _solve(trained, (Curve(decodes), Curve(prompts)), launches)
     nothing = Residuals((), ((1.0,),), (0.0,))
-    found = StepFit(curves, others, nothing, nothing, Errors(), len(samples))
-    errors = errors_of(FittedPrice(_with_residuals(found, trained), None), windows[::HELD_OUT])
+    found = StepFit(curves, others, nothing, nothing, Errors(), len(samples), launches)
+    errors = errors_of(FittedPrice(_with_residuals(found, trained), None), apart[::HELD_OUT])
     return msgspec.structs.replace(_with_residuals(found, samples), errors=errors)
 
 
 def _with_residuals(fit: StepFit, samples: Sequence[StepSample]) -> StepFit:
     """Returns a fit with what it leaves over of steps."""
+    if fit.launches.tokens:
+        own = scaled(samples, np.array([fit.seconds(sample.work) for sample in samples]), fit.launches)
+        samples = [each._replace(seconds=seconds) for each, seconds in zip(samples, own, strict=True)]
     decodes = _residuals(fit, [sample for sample in samples if not sample.work.load.prompt])
     prompts = _residuals(fit, [sample for sample in samples if sample.work.load.prompt])
     return msgspec.structs.replace(fit, decodes=decodes or prompts, prompts=prompts or decodes)
@@ -279,7 +281,7 @@ def _with_residuals(fit: StepFit, samples: Sequence[StepSample]) -> StepFit:
 def errors_of(price: FittedPrice, windows: Sequence[Sequence[StepSample]]) -> Errors:
     """Returns how far a price without spread is off on windows of consecutive steps."""
     held = [sample for window in windows for sample in window]
-    guesses = [price.seconds(*sample.work) for sample in held]
+    guesses = seen(held, [price.seconds(*sample.work) for sample in held], price.launches)
     seconds = [sample.seconds for sample in held]
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, sample in enumerate(held):
@@ -364,7 +366,9 @@ def _others(work: StepWork) -> tuple[float, ...]:
     return prompts, work.joined, load.keys, load.pairs  # see KEYS, PAIRS
 
 
-def _solve(samples: Sequence[StepSample], curves: tuple[Curve, Curve]) -> tuple[tuple[Curve, Curve], tuple[float, ...]]:
+def _solve(
+    samples: Sequence[StepSample], curves: tuple[Curve, Curve], launches: Launches
+) -> tuple[tuple[Curve, Curve], tuple[float, ...]]:
     """Returns costs, none below 0, with the least squares of errors, which outliers count less in.
 
     Errors are relative to fitted times: relative to measured ones, a step whose end is seen early would count more than
@@ -381,6 +385,8 @@ def _solve(samples: Sequence[StepSample], curves: tuple[Curve, Curve]) -> tuple[
         rows = np.vstack([matrix * weights[:, None], bends]) @ rises
         costs = rises @ _non_negative(rows, np.concatenate([seconds * weights, straight]))
         fitted = matrix @ costs
+        if launches.tokens:
+            seconds = np.array(scaled(samples, fitted, launches))
         long = np.maximum(fitted, usual)
         errors = np.abs(seconds - fitted) / long
         scale = max(float(np.median(errors)), 1e-9)

@@ -9,6 +9,7 @@ import numpy as np
 from kvern.engine.step_load import StepLoad, load_of
 from kvern.request.layer_times import MeasuredStep
 from kvern.request.step import ModelRunnerOutput, ScheduledTokens, SchedulerOutput, StepResult
+from kvern.simulate.launches import Launches
 from kvern.simulate.tier_answers import PricedTier
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class VirtualClock:
 
 class Price(ABC):
     """The seconds of steps, each from the end of the step before to its own."""
+
+    launches = Launches()
+    """The work of the host meanwhile."""
 
     @abstractmethod
     def seconds(self, load: StepLoad, requests: int, joined: int) -> float:
@@ -67,6 +71,8 @@ class SimulatedStep:
 
     def __init__(self, executor: "SimulatedExecutor", output: SchedulerOutput, submitted: float) -> None:
         self.output, self.submitted = output, submitted
+        self.is_launched = False
+        """The host took long to launch it."""
         self._executor = executor
 
     def done(self) -> bool:
@@ -118,6 +124,8 @@ class SimulatedExecutor:
         """The seconds of all steps."""
         self.flying: list[SimulatedStep] = []
         """The steps that have begun, the oldest first."""
+        self._launched = 0.0
+        """When the host had launched the last step of those that take it long."""
         self._clock, self._observe = clock, observe
         self._tokens: dict[int, int] = {}
         self._drawn: float | None = None
@@ -130,6 +138,10 @@ class SimulatedExecutor:
             self._tokens[new.slot] = new.seed
         step = SimulatedStep(self, output, self._clock.now)
         self.flying.append(step)
+        if self.price.launches.tokens and (seconds := self.price.launches.of(load_of(output.scheduled))):
+            step.is_launched = True
+            self._clock.sleep(seconds)
+            self._launched = self._clock.now
         return step
 
     def end(self, output: SchedulerOutput, submitted: float) -> ModelRunnerOutput:
@@ -138,7 +150,7 @@ class SimulatedExecutor:
         self.ended = self.end_of(output, begun)
         self.busy += self.ended - begun
         self._clock.reach(self.ended)
-        self._observe(self.ended, output.scheduled, output.request_ids)
+        self._observe(max(self.ended, self._launched), output.scheduled, output.request_ids)
         nothing = [None] * len(output.scheduled)
         return ModelRunnerOutput(self.sampled(output), list(nothing), list(nothing))
 

@@ -68,6 +68,8 @@ class Leaps:
             return None
         if executor.flying and len(executor.flying[0].output.scheduled) != len(running):
             return None
+        if executor.flying and executor.flying[0].is_launched:
+            return None
         most = self._most(running)
         if most < LEAST_STEPS:
             return None

@@ -22,9 +22,9 @@ from kvern.errors import ConfigError
 from kvern.io.files import reason
 from kvern.loads.request import LoadRequest
 from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
-from kvern.simulate.costs import StepSample, StepWork
 from kvern.simulate.engine import DrivenEngine, EngineSizes, PaceSizes, Prompts
 from kvern.simulate.executor import Observe, Price, SimulatedExecutor, VirtualClock
+from kvern.simulate.launches import StepSample, StepWork
 from kvern.simulate.tier_answers import RepeatedTier
 from kvern.simulate.timeline import Timeline
 
@@ -41,6 +41,8 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     sizes: EngineSizes
     pace: PaceSizes | None = None
+    graph_tokens: int = 0
+    """The most tokens of prompts of a step that CUDA graphs have; 0: there are no such steps, or no graphs."""
 
 
 class RecordedStep(msgspec.Struct, frozen=True, array_like=True):
@@ -81,11 +83,14 @@ class StepRecord(msgspec.Struct, frozen=True):
     @property
     def samples(self) -> list[StepSample]:
         """The work and time of each step."""
-        return [
-            StepSample(StepWork(step.load, step.requests, step.joined), step.seconds)
-            for step in self.steps
-            if step.requests
-        ]
+        found = []
+        before = -1.0
+        for step in self.steps:
+            if step.requests:
+                follows = step.ended - step.seconds <= before + 1e-9
+                found.append(StepSample(StepWork(step.load, step.requests, step.joined), step.seconds, follows))
+            before = step.ended
+        return found
 
 
 def decisions_of(output: SchedulerOutput) -> int:
