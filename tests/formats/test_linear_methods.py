@@ -321,27 +321,58 @@ def test_a_way_to_multiply_that_does_not_run_is_left_out_and_named_at_every_star
 class Wrong(Unquantized):
     """Plain layers with ways to multiply of which some are wrong."""
 
+    def __init__(self, factors: Mapping[str | None, float]) -> None:
+        self._factors = factors
+
     def linear(self, shape: LinearShape, build: Build) -> LinearMethod:
         method = super().linear(shape, build)
-        factors = {None: 1.0, "half as much again": 1.5, "nothing": float("nan"), "codes": 1.05}
+
+        def by(factor: float, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return F.linear(x, method.weight, bias) * factor
 
         def candidates() -> Any:
-            return {2: {key: lambda x, bias, by=by: F.linear(x, method.weight) * by for key, by in factors.items()}}
+            return {1: {key: partial(by, factor) for key, factor in self._factors.items()}}
 
         method.candidates = candidates  # type: ignore[method-assign]
         return method
 
+    def layer(self, outputs: int) -> Linear:
+        layer = Linear(60, {"a": outputs}, Build(torch.float32, CPU, 1, linear=LinearMethods(self)))
+        layer.fill_random(torch.Generator().manual_seed(0))
+        return layer
 
+
+FACTORS: Mapping[str | None, float] = {"half as much again": 1.5, "nothing": float("nan"), "codes": 1.05}
+
+
+@pytest.mark.parametrize("outputs", [40, 1])
+@pytest.mark.parametrize("has_plain", [True, False])
 @pytest.mark.parametrize(("compare", "fastest"), [(False, "half as much again"), (True, "codes")])
 def test_ways_to_multiply_that_are_wrong_are_left_out(
-    compare: bool, fastest: str, caplog: pytest.LogCaptureFixture
+    compare: bool, fastest: str, has_plain: bool, outputs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layer = Linear(60, {"a": 40}, Build(torch.float32, CPU, 1, linear=LinearMethods(Wrong())))
-    layer.fill_random(torch.Generator().manual_seed(0))
-    times = iter((4.0, 2.0) if compare else (4.0, 1.0, 3.0, 2.0))
+    """Whether PyTorch's product is one of them or not, and of a single number too, as of a gate."""
+    layer = Wrong({None: 1.0} | FACTORS if has_plain else FACTORS).layer(outputs)
+    times = iter((4.0,) * has_plain + ((2.0,) if compare else (1.0, 3.0, 2.0)))
     (timed,) = tune(layer, lambda calls: next(times), {}, compare=compare).values()
     assert timed == {"choice": "codes", "left out": ANY} if compare else timed == fastest
     assert ("off by 0.5" in caplog.text, "off by nan" in caplog.text) == (compare, compare)
+
+
+def test_products_with_weights_of_zero_agree(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Wrong({None: 1.0, "negative": -1.0, "nothing": float("nan")}).layer(4)
+    layer.method.weight.zero_()
+    (timed,) = tune(layer, lambda calls: 1.0, {}, compare=True).values()
+    assert timed == {"choice": None, "left out": {"nothing": "its numbers are off by nan of the size of PyTorch's"}}
+    layer.method.weight.fill_(torch.inf)
+    assert list(tune(layer, lambda calls: 1.0, {}, compare=True).values()) == [None]
+    assert "numbers of unquantized are not compared with PyTorch's: ArithmeticError: they are not finite" in caplog.text
+
+
+def test_a_start_ends_with_one_line_where_every_way_to_multiply_is_wrong() -> None:
+    layer = Wrong({"half as much again": 1.5, "double": 2.0}).layer(4)
+    with pytest.raises(ConfigError, match=r"here \(unquantized, 1 rows: .* off by 0.5 .*triton_kernels"):
+        tune(layer, lambda calls: 1.0, {}, compare=True)
 
 
 @pytest.mark.parametrize(

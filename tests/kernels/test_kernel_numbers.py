@@ -11,18 +11,25 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kvern.bench.kernels import methods_of
 from kvern.config import EngineConfig
+from kvern.errors import ConfigError
 from kvern.kernels import delta_net
 from kvern.kernels.groups import MODEL_GROUPS, NVIDIA_GROUPS, group_of
+from kvern.layers import tuned_linear
+from kvern.layers.build import Build
 from kvern.layers.linear_format import LinearMethods
 from kvern.layers.tuned_linear import TunedLinear
+from kvern.layers.tuning import tune
+from kvern.models.decoder import Decoder
+from kvern.models.fallback.spec import TransformersSpec
+from kvern.models.loader import fill_random
 from kvern.runner import kernel_numbers
 from kvern.runner.kernel_choice import usable_kernels
-from kvern.runner.kernel_numbers import Comparison, Model, wrong_groups
+from kvern.runner.kernel_numbers import Comparison, Model, few_layers, wrong_groups
 from kvern.runner.loaded_model import Stored
 from kvern.runner.startup import Startup
 from kvern.spec.mixers import AttentionSpec
 from kvern.spec.model import ModelSpec
-from tests.kernels.models import TINY_ENCODERS, TINY_MODELS, spec_of
+from tests.kernels.models import NETS, TINY, TINY_ENCODERS, TINY_MODELS, spec_of
 
 pytestmark = [
     pytest.mark.usefixtures("few_products"),
@@ -32,7 +39,19 @@ CPU = torch.device("cpu")
 GROUPS = frozenset(name for name in MODEL_GROUPS - NVIDIA_GROUPS if not name.startswith("hopper"))
 USED = frozenset({"activation", "attention", "batch", "few_rows", "linear", "norm", "rotary", "sampling"})
 """The groups of a Llama."""
+ALONE = frozenset({"attention", "batch", "norm", "sampling"})
 BY_DAY = ("llama",)
+SHARED = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": TINY | SHARED,
+    "qwen3_next": TINY | SHARED | NETS | {"head_dim": 16},
+}
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 WRONG = [
     ("llama", {"norm"}),
     pytest.param("llama", {"few_rows", "linear"}, marks=pytest.mark.nightly),
@@ -103,6 +122,24 @@ def test_wrong_kernels_are_left_to_pytorch(
     assert lines == len({"few_rows, linear" if "linear" in groups else name for name in groups})
 
 
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma2", "gpt_oss"))]
+)
+@pytest.mark.parametrize(
+    ("wrong", "found"), [(None, frozenset()), ("attention", {"attention"}), ("batch", ALONE), ("sampling", ALONE)]
+)
+def test_of_a_model_that_transformers_computes_attention_and_sampling_are_compared(
+    wrong: str | None, found: frozenset[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With windows and soft caps, and with sinks."""
+    given, own = model("llama", tmp_path), spec_of(name)
+    sizes = {"vocab_size": 200, "hidden_size": 48, "max_position_embeddings": 64, "bos_token_id": None}
+    spec = TransformersSpec(name, layers=(), calls=own.attentions * 3, **sizes)
+    if wrong is not None:
+        make_wrong(monkeypatch, {wrong})
+    assert wrong_groups(given._replace(stored=given.stored._replace(spec=spec)), ALONE) == found
+
+
 @pytest.mark.parametrize(("name", "group"), [("llama", "sampling"), ("llama", "batch"), ("lfm2", "states")])
 def test_without_the_kernels_of_all_steps_none_is_used(
     name: str, group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -165,9 +202,42 @@ def test_layers_of_each_kind_are_computed_and_those_whose_keys_they_borrow() -> 
     kinds = config["layer_types"][:2]
     spec = spec_of("gemma4_text", {"gemma4_text": config | {"num_hidden_layers": 8, "layer_types": kinds * 4}})
     assert [mixer.cache_of for mixer in attentions(spec)] == [None] * 6 + [4, 5]
-    few = kernel_numbers.few_layers(spec)
+    few = few_layers(spec)
     assert [mixer.cache_of for mixer in attentions(few)] == [None, None, 0, 1]
     assert [layer.rope for layer in few.layers] == [layer.rope for layer in spec.layers[4:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "wrong"),
+    [
+        ("qwen2_moe", None, None),
+        ("qwen2_moe", None, "moe"),
+        ("qwen3_next", None, None),
+        *(pytest.param("qwen2_moe", code, None, marks=pytest.mark.nightly) for code in ("fp8", "int8", "int4", "q8_0")),
+        pytest.param("qwen2_moe", "int8", "quantized", marks=pytest.mark.nightly),
+    ],
+)
+def test_tuning_compares_products_and_experts(
+    name: str, code: str | None, wrong: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gate of the shared expert has one output."""
+    monkeypatch.setattr("kvern.layers.tuned_experts.MOST_TOKENS", (8,))
+    monkeypatch.setattr(tuned_linear, "CANDIDATES", {most: tuned_linear.CANDIDATES[most] for most in (1, 8)})
+    if code == "fp8":  # Triton's interpreter loses a carry where it rounds to e4m3
+        monkeypatch.setattr("kvern.layers.tuning.MOST_OFF", 0.2)
+    spec = few_layers(spec_of(name, MIXTURES if code is None else {name: MIXTURES[name] | WIDE}))
+    methods = model("llama", Path(), code=code).stored.methods
+    decoder = Decoder(spec, Build(torch.float16, CPU, 21, GROUPS, linear=methods))
+    fill_random(decoder)
+    decoder.finish()
+    if wrong is None:
+        timed = tune(decoder, lambda calls: 1.0, {}, compare=True)
+        assert any(key.startswith("experts") for key in timed) == (code in (None, "fp8", "int8"))
+        assert caplog.text == ""
+        return
+    make_wrong(monkeypatch, {wrong})
+    with pytest.raises(ConfigError, match=r"no way to multiply works here \(.* are off by .* triton_kernels"):
+        tune(decoder, lambda calls: 1.0, {}, compare=True)
 
 
 def attentions(spec: ModelSpec) -> list[AttentionSpec]:

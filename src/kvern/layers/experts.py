@@ -74,7 +74,7 @@ class Experts(Loadable):
 
         `topk_ids` are those of `ExpertShare.here`, -1: nothing. `add [T, hidden]`, if given, is added to the sum.
         """
-        out = (self._chosen if self.waits else self._all)(x, weights.to(x.dtype), topk_ids)
+        out = (self.one_by_one if self.waits else self._all)(x, weights, topk_ids)
         return out if add is None else out + add
 
     @property
@@ -101,9 +101,10 @@ class Experts(Loadable):
     def choose(self, tokens: int, candidate: Hashable) -> None:
         """Use one of the `candidates` for up to so many tokens."""
 
-    def _chosen(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
-        """Each expert with its own rows, whose number the host waits for."""
+    def one_by_one(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """The sum of `forward` by products of PyTorch: each expert with its own rows, whose number the host awaits."""
         out = torch.zeros_like(x)
+        weights = weights.to(x.dtype)
         order = topk_ids.flatten().argsort(stable=True)
         start, *counts = torch.bincount(topk_ids.flatten() + 1, minlength=self.slots + 1).tolist()
         for expert, count in enumerate(counts):
@@ -118,6 +119,7 @@ class Experts(Loadable):
     def _all(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
         """Each expert with all rows: more to compute, but the host, or a CUDA graph, needs not know whose they are."""
         out = torch.zeros_like(x)
+        weights = weights.to(x.dtype)
         for expert in range(self.slots):
             chosen = topk_ids == expert
             share = (weights * chosen).sum(-1, keepdim=True)

@@ -29,11 +29,12 @@ from kvern.device.rows import BatchRows
 from kvern.errors import in_a_line
 from kvern.kernels.sampling import sample
 from kvern.layers.build import Build
-from kvern.layers.step_context import NO_ADAPTERS
+from kvern.layers.step_context import NO_ADAPTERS, Attend
 from kvern.layers.tuned_linear import TunedMethod
 from kvern.layers.tuning import timed_layers
 from kvern.layers.unquantized import Unquantized
 from kvern.models.decoder import Decoder
+from kvern.models.fallback.spec import TransformersSpec
 from kvern.models.loader import fill_random
 from kvern.ranks.ranks import ALONE
 from kvern.request.step import ScheduledTokens, SchedulerOutput
@@ -52,6 +53,8 @@ LENGTH = 200
 """Tokens of each prompt."""
 FIRST = (120, 50, 17, 3, 1)
 """Tokens of each prompt in the first step; the second has the rest but for two, which are computed like decodes."""
+TOKENS = 512
+"""Tokens that differ, where attention alone is computed."""
 CODED = 0.1
 """The share of their spread by which logits may differ where weights are codes: some products round rows to codes."""
 PRODUCTS = frozenset({"few_rows", "linear"})
@@ -72,7 +75,8 @@ class Model(NamedTuple):
 def wrong_groups(model: Model, working: frozenset[str]) -> frozenset[str]:
     """The groups of `working` whose kernels give other numbers than PyTorch, each with a line in the log.
 
-    Encoders, heads that draft, adapters and caches in 8 bits are not compared.
+    Encoders, heads that draft, adapters and caches in 8 bits are not compared; of a model that transformers computes
+    only attention and what reads and samples rows: its start compares the other parts with transformers.
     """
     spec = model.stored.spec
     if spec.encoder is not None or not working >= least_kernels(spec):
@@ -80,7 +84,7 @@ def wrong_groups(model: Model, working: frozenset[str]) -> frozenset[str]:
     config, dtype, stored, device = model
     measurements = Measurements(config.cache_folder, device)
     few = few_layers(spec)
-    formats = sorted(timed_layers(Decoder(few, Build(dtype, META, 1, linear=stored.methods))))
+    formats = sorted(timed_layers(Decoder(few, Build(dtype, META, 1, linear=stored.methods)))) if few.layers else []
     options = config.block_size, config.deterministic, config.linear_backend
     key = f"{few} {dtype} {formats} {options} {sorted(working)}"
     known = measurements.section(SECTION).get(key)
@@ -103,6 +107,8 @@ def wrong_groups(model: Model, working: frozenset[str]) -> frozenset[str]:
 
 def few_layers(spec: ModelSpec) -> ModelSpec:
     """The model with one layer of each kind, and one of those whose keys and values others attend to."""
+    if isinstance(spec, TransformersSpec):
+        return replace(spec, calls=tuple(dict.fromkeys(spec.calls)))
     kinds = list(dict.fromkeys(spec.layers))
     for place, layer in enumerate(kinds):
         mixer = layer.mixer
@@ -117,6 +123,34 @@ def least_kernels(spec: ModelSpec) -> frozenset[str]:
     return REQUIRED_KERNELS | (frozenset({"states"}) if spec.recurrent else frozenset())
 
 
+class Attentions:
+    """The attentions alone of a model that transformers computes, to numbers that depend on tokens, as a `Decoder`."""
+
+    def __init__(self, model: Model) -> None:
+        spec = model.stored.spec
+        self._calls, self._vocabulary = spec.attentions, spec.vocab_size
+        widest = max(call.heads * call.head_dim + 2 * call.width for call in self._calls)
+        generator = torch.Generator().manual_seed(0)
+        self._numbers = torch.randn(TOKENS, widest, generator=generator).to(model.device, model.dtype)
+        with_sinks = ((index, call.heads) for index, call in enumerate(self._calls) if call.sinks)
+        self.sinks = {index: torch.randn(heads, generator=generator).to(model.device) for index, heads in with_sinks}
+
+    def __call__(self, ids: Tensor, positions: Tensor, attend: Attend, wanted: Tensor, *_: object) -> Tensor:
+        """`Decoder.forward`."""
+        numbers = self._numbers[ids.long() % TOKENS]
+        found = []
+        for index, call in enumerate(self._calls):
+            heads = call.heads + 2 * call.kv_heads
+            parts = numbers[:, : heads * call.head_dim].view(-1, heads, call.head_dim)
+            query, key, value = torch.split(parts, [call.heads, call.kv_heads, call.kv_heads], 1)
+            found.append(attend(index, query, key, value[..., : call.value_dim]).flatten(1))
+        return torch.cat(found, 1)[wanted]
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """The results of the attentions, repeated: no fewer numbers than the vocabulary has tokens."""
+        return hidden.repeat(1, -(-self._vocabulary // hidden.shape[1]))
+
+
 class Comparison:
     """The logits of a few layers by PyTorch, with which those by kernels are compared."""
 
@@ -127,7 +161,7 @@ class Comparison:
             isinstance(item, Unquantized) for item in (methods.default, *(item for _, item in methods.rules))
         )
         self._is_exact = is_plain and model.dtype == torch.float32
-        self._most = bound(model.dtype, len(model.stored.spec.layers)) if is_plain else CODED
+        self._most = bound(model.dtype, len(model.stored.spec.layers) or 1) if is_plain else CODED
         self._expected = dict(self._logits(frozenset()))
 
     def faults(self, working: frozenset[str]) -> dict[str, str]:
@@ -167,7 +201,7 @@ class Comparison:
     def _logits(self, groups: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields each step's name and logits `[R, vocabulary]` float32; without groups PyTorch computes all."""
         model = self._model
-        decoder = self._decoder(groups)
+        decoder = self._decoder(groups) if model.stored.spec.layers else Attentions(model)
         size, device = model.config.block_size, model.device
         table = -(-(LENGTH + 1) // size)
         attention = self._attention(decoder, groups, len(FIRST) * table + 1)
@@ -218,7 +252,7 @@ class Comparison:
                     method.choose(most, next(way for way in reversed(ways) if (way is not None) is multiplies))
         return decoder
 
-    def _attention(self, decoder: Decoder, groups: frozenset[str], blocks: int) -> AttentionBackend[Any]:
+    def _attention(self, decoder: Decoder | Attentions, groups: frozenset[str], blocks: int) -> AttentionBackend[Any]:
         config, dtype, stored, device = self._model
         layers, size = list(stored.spec.attentions), config.block_size
         cache = CacheOptions(layers, blocks, size, dtype, device, sinks=decoder.sinks)
