@@ -12,11 +12,13 @@ from triton.runtime.interpreter import InterpretedFunction
 from kvern.bench.kernels import methods_of
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
+from kvern.formats.scaled import ScaledMethod
 from kvern.kernels import delta_net
 from kvern.kernels.groups import MODEL_GROUPS, NVIDIA_GROUPS, group_of
 from kvern.layers import tuned_linear
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearMethods
+from kvern.layers.linear import Linear
+from kvern.layers.linear_format import LinearMethods, linear_methods
 from kvern.layers.tuned_linear import TunedLinear
 from kvern.layers.tuning import tune
 from kvern.models.decoder import Decoder
@@ -238,6 +240,22 @@ def test_tuning_compares_products_and_experts(
     make_wrong(monkeypatch, {wrong})
     with pytest.raises(ConfigError, match=r"no way to multiply works here \(.* are off by .* triton_kernels"):
         tune(decoder, lambda calls: 1.0, {}, compare=True)
+
+
+def test_tuning_accepts_kernels_that_round_rows_by_a_scale_of_the_checkpoint_and_those_that_do_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Random rows are cut off where activations of the checkpoint were smaller."""
+    methods = linear_methods(
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, TunedLinear(CPU, "auto")
+    )
+    layer = Linear(64, {"a": 64}, Build(torch.float32, CPU, 1, GROUPS, linear=methods))
+    layer.fill_random(torch.Generator().manual_seed(0))
+    assert isinstance(layer.method, ScaledMethod)
+    layer.method.input_scale.data.fill_(0.2 / 448)
+    layer.method.finish()
+    assert tune(layer, lambda calls: 1.0, {}, compare=True)
+    assert caplog.text == ""
 
 
 def attentions(spec: ModelSpec) -> list[AttentionSpec]:

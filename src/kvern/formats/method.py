@@ -55,10 +55,6 @@ class QuantizedMethod(LinearMethod):
     def packed(self) -> Packed:
         """The weights that kernels read, after loading; before it, others of the same code."""
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """The activations `x [T, inputs]` as the format multiplies them: plain or rounded."""
-        return x
-
     def activation_codes(self) -> "Coding | None":
         """The coding that converts `x [T, inputs]` to codes, with float32 scales of rows or groups."""
         return None

@@ -210,6 +210,10 @@ class LinearMethod(Module, ABC):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x [T, inputs] -> [T, outputs]` in the dtype of x, with `bias [outputs]` added."""
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """The activations `x [T, inputs]` as the format multiplies them: plain or rounded."""
+        return x
+
     def multiply_plain(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The result of `multiply` by PyTorch alone."""
         return F.linear(x, self.dequantize(), bias)

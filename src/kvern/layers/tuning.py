@@ -158,8 +158,9 @@ def timed_layers(model: nn.Module) -> dict[str, list[TimedLayer]]:
 
 def _timed_method(method: LinearMethod, bias: Tensor | None) -> TimedLayer:
     def inputs(rows: int) -> tuple[Tensor, ...]:
+        """Rows whose results are the same by products that round them and by those that do not."""
         shape = method.shape
-        return (torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device),)
+        return (method.rounded(torch.randn(rows, shape.inputs, dtype=shape.dtype, device=shape.device)),)
 
     def candidates() -> Mapping[int, Mapping[Hashable, Prepare]]:
         return {
