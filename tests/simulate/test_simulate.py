@@ -92,9 +92,34 @@ def test_a_load_above_what_engines_answer_and_runs_that_differ_are_told() -> Non
         for engine in (run(list(read_load(f"rate={rate},requests=200,input=40,output=20"))) for rate in (0.1, 2))
     )
     assert list(doubts([busy])) == []
-    assert "requests come faster than engines answer them" in "".join(doubts([busy, crowded]))
+    assert "requests come faster than engines answer them" in "".join(doubts([busy, crowded, crowded]))
+    assert "requests come faster than engines answer them" not in "".join(doubts([busy, busy, crowded]))
     slow = busy | {"p99_ttft_ms": 1.8 * busy["p99_ttft_ms"]}
     assert [line[:40] for line in doubts([busy, slow])] == ["p99 ttft is an interval, not a number: r"]
+
+
+def test_unlike_prompts_of_engines_with_time_to_spare_are_no_overload() -> None:
+    runs = []
+    for seed in range(20):
+        engine = run(list(read_load(f"rate=0.02,requests=10,input=lognormal:80:1:400,output=2,seed={seed}")))
+        runs.append(figures([engine.timeline], {}, 0, [engine.executor.busy]))
+    longer = [each for each in runs if each["ttft_growth"] > 2]
+    assert longer and max(each["use"] for each in runs) < 0.5
+    told = list(doubts(longer))
+    assert told and not any("come faster" in line for line in told)
+
+
+def test_answers_of_one_token_have_no_time_between_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["simulate", "kvern-1m", "--roofline", "--hardware", "l4", "--seeds", "6", "--load"]
+    assert main([*command, "rate=1,requests=2,input=100,output=uniform:1:2"]) == 0
+    told = capsys.readouterr()
+    assert "p99 itl ms" in told.out and "0.0 to" not in told.out.split("p50 itl")[1].split("p50 e2e")[0]
+    assert main([*command, "rate=1,requests=2,input=100,output=1", "--report", str(tmp_path / "page.html")]) == 0
+    assert "itl" not in capsys.readouterr().out
+    assert "Time between tokens" not in (tmp_path / "page.html").read_text()
+    asked = ["plan", "kvern-1m", "--roofline", "--hardware", "l4", "--slo", "ttft=1s", "--seeds", "1"]
+    assert main([*asked, "--workload", "rate=1,requests=2,input=100,output=1"]) == 0
+    assert "–" in capsys.readouterr().out
 
 
 def test_percentiles_of_counted_values_are_those_of_all() -> None:

@@ -37,17 +37,21 @@ def page(found: Mapping[str, Runs], rows: Sequence[tuple[str, Sequence[str]]], l
         row=ROW,
         tall=TALL,
         over_time=OVER_TIME,
-        percentiles=[(title, *_percentiles(name, found)) for name, title in TIMES.items()],
+        percentiles=[(title, *each) for name, title in TIMES.items() if (each := _percentiles(name, found))[1]],
         greatest=lambda series, keys: max([1e-9, *(value for key in keys for value in series[key])]),
         place=lambda share: LEFT + (WIDTH - LEFT - 20) * share,
     )
 
 
 def _percentiles(name: str, found: Mapping[str, Runs]) -> tuple[float, list[tuple[str, list[float], float, float]]]:
-    """Returns the greatest time, and of each condition the means of its percentiles and the bounds of the last."""
+    """Returns the greatest time, and of each condition the means of its percentiles and the bounds of the last.
+
+    Conditions of which no run has the time are left out.
+    """
     keys = [f"p{percent}_{name}_ms" for percent in PERCENTS]
     conditions = []
     for condition, runs in found.items():
-        all_runs = [interval([run[key] for run in runs]) for key in keys]
-        conditions.append((condition, [mean for mean, _, _ in all_runs], *all_runs[-1][1:]))
+        all_runs = [interval(values) for key in keys if (values := [run[key] for run in runs if key in run])]
+        if all_runs:
+            conditions.append((condition, [mean for mean, _, _ in all_runs], *all_runs[-1][1:]))
     return max([1e-9, *(high for *_, high in conditions)]), conditions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ def _alternatives(engines: Engines, compared: Sequence[str]) -> Engines:
 
 
 def _row(sized: Sized) -> list[str]:
-    figures = [f"{sized.mean(name):,.1f}" for name in SHOWN]
+    figures = ["–" if math.isnan(mean := sized.mean(name)) else f"{mean:,.1f}" for name in SHOWN]
     cards = str(sized.cards or "")
     return [
         sized.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ ROWS = {
 } | {f"p{percent}_{name}_ms": ",.1f" for name in ("ttft", "itl", "e2e") for percent in (50, 90, 99)}
 GROWTH = 2.0
 """The factor by which the later half of requests waits longer where more come than engines answer."""
+QUEUE = 1.0
+"""The mean number of requests that wait for each engine, below which times grow by chance: later prompts are longer."""
 SPREAD = 1.5
 """The factor between runs from which on a percentile is a matter of chance."""
 
@@ -230,16 +233,16 @@ def _print(found: dict[str, list[dict[str, Any]]], basis: str) -> None:
 
 def doubts(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields why figures of runs with several seeds are none to count on."""
-    if any(run["ttft_growth"] > GROWTH for run in runs):
+    growth = statistics.median(run["ttft_growth"] if run["waiting"] > QUEUE else 1.0 for run in runs)
+    if growth > GROWTH:
         yield "requests come faster than engines answer them: times grow with the length of the load"
-        return
     for key in (f"p99_{each}_ms" for each in ("ttft", "itl", "e2e")):
-        values = [run[key] for run in runs]
-        if max(values) > SPREAD * min(values):
+        values = [run[key] for run in runs if run.get(key)]
+        if values and max(values) > SPREAD * min(values):
             shown = key.replace("_", " ").removesuffix(" ms")
             yield (
-                f"{shown} is an interval, not a number: runs differ by a factor of {max(values) / min(values):.1f}; "
-                "a longer load narrows it"
+                f"{shown} is an interval, not a number: runs differ by a factor of {max(values) / min(values):.1f}"
+                + ("" if growth > GROWTH else "; a longer load narrows it")
             )
 
 

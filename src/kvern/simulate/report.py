@@ -39,6 +39,9 @@ def is_good(answer: Answer, slo: Slo) -> bool:
 def figures(timelines: Sequence[Timeline], slo: Slo, cached: int, used: Iterable[float]) -> dict[str, Any]:
     """Returns the figures of a run as JSON: times in milliseconds, rates per second.
 
+    Those of `itl` are absent where no answer has a second token. `waiting` is the mean number of requests of an engine
+    without a first token.
+
     `cached`: prompt tokens that came from caches. `used`: the seconds of steps of each engine.
     """
     answers = [answer for timeline in timelines for answer in timeline.answers.values()]
@@ -54,6 +57,7 @@ def figures(timelines: Sequence[Timeline], slo: Slo, cached: int, used: Iterable
         "generated_tokens": generated,
         "cache_hit_share": cached / max(1, prompts),
         "use": sum(used) / (seconds * len(timelines)),
+        "waiting": sum(answer.ttft for answer in answers) / (seconds * len(timelines)),
         "steps": sum(timeline.steps for timeline in timelines),
     }
     if slo:
@@ -67,8 +71,9 @@ def figures(timelines: Sequence[Timeline], slo: Slo, cached: int, used: Iterable
         values = [getattr(answer, name) for answer in answers]
         found |= _percentiles(name, [float(value) for value in np.percentile(values, PERCENTS)])
     found["ttft_growth"] = _growth(answers)
-    gaps = weighted_percentiles(all_gaps(timelines), PERCENTS)
-    return found | _percentiles("itl", [gap / PER_SECOND for gap in gaps])
+    if gaps := all_gaps(timelines):
+        found |= _percentiles("itl", [gap / PER_SECOND for gap in weighted_percentiles(gaps, PERCENTS)])
+    return found
 
 
 def _growth(answers: Sequence[Answer]) -> float:

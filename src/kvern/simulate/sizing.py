@@ -1,5 +1,6 @@
 """The fewest engines with which a load keeps to its limits."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -39,8 +40,9 @@ class Sized(msgspec.Struct, frozen=True):
         return float(min(run["good_share"] for run in self.runs))
 
     def mean(self, name: str) -> float:
-        """Returns the mean of a figure."""
-        return float(sum(run[name] for run in self.runs)) / len(self.runs)
+        """Returns the mean of a figure in the runs that have it; NaN if none has."""
+        values = [run[name] for run in self.runs if name in run]
+        return float(sum(values)) / len(values) if values else math.nan
 
     @property
     def limit(self) -> str:

@@ -112,9 +112,7 @@ class Timeline:
 
 
 def weighted_percentiles(values: Mapping[int, int], percents: Sequence[float]) -> list[float]:
-    """Returns percentiles of values that were seen several times each, interpolated as `percentile` does."""
-    if not values:
-        return [0.0] * len(percents)
+    """Returns percentiles of values, at least one, that were seen several times each, as `np.percentile` does."""
     ordered = np.array(sorted(values))
     ends = np.cumsum([values[value] for value in ordered.tolist()])
     found = []
