@@ -288,9 +288,23 @@ def test_parts_are_told_as_they_are_stored(family: str, parts: list[int], tmp_pa
         assert is_idle(llm)
 
 
-def test_the_last_part_is_a_small_one(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_local", "expected"),
+    [
+        ("llama", True, [[146], [64], [95], [93]]),
+        ("llama", False, [[210], [95], [93]]),
+        ("gemma3", True, [[210], [95], [93]]),
+        ("qwen3_5", True, [[192], [18], [64], [31], [64], [29]]),
+    ],
+)
+def test_the_last_part_is_a_small_one(
+    family: str, is_local: bool, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless nothing is loaded meanwhile: of windows and states, and from stores that have to be asked."""
     monkeypatch.setattr("kvern.engine.hand_overs.LAST_PART", 64)
-    with LLM(str(tiny_model), **OPTIONS, kv_tier=("host:32MB",)) as llm:
+    monkeypatch.setattr("kvern.tiers.disk.DiskStore.is_local", is_local)
+    checkpoint, store = make_checkpoint(family, tmp_path / "model"), f"disk:{tmp_path / 'pages'}:32MB"
+    with LLM(str(checkpoint), **OPTIONS, kv_tier=(store,)) as llm:
         core, computed = core_here(llm), list[list[int]]()
         core._clock, submit = (lambda: 0.0), core.executor.submit
 
@@ -305,7 +319,7 @@ def test_the_last_part_is_a_small_one(tiny_model: Path, monkeypatch: pytest.Monk
                 RequestSpec(f"r{number}", PromptInput(prompt), ResolvedParams(), 30).prompt_alone(tells_parts=True)
             )
             until_told(core)
-        assert computed == [[146], [64], [95], [93]]
+        assert computed == expected
 
 
 def test_pages_are_loaded_before_their_request_comes(tiny_model: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,17 +19,30 @@ from tests.support.tiers import tier_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes start with a file of this test")
 LONG = [10 + place * 7 % 110 for place in range(150)]
+OPTIONS: dict[str, Any] = {"threads": 1, "device": "cpu", "dtype": "float32", "kv_cache_tokens": 4096}
 SLOW_RANKS = """
 import os, sys, time
 if "kvern.runner.ranks.rank_process" in sys.orig_argv:
-    from kvern.tiers.shelf import Shelf
-    seal = Shelf._seal
+    from kvern.tiers.{module} import {owner} as owner
+    call = owner.{method}
     def wait(*given):
         while not os.path.exists({path!r}):
             time.sleep(0.001)
-        seal(*given)
-    Shelf._seal = wait
+        return call(*given)
+    owner.{method} = wait
 """
+
+
+SEALING = {"module": "shelf", "owner": "Shelf", "method": "_seal"}
+PUTTING = {"module": "disk", "owner": "DiskStore", "method": "put"}
+
+
+def slow_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **what: str) -> Path:
+    """Processes of ranks wait with a method until there is a file of this path."""
+    path = tmp_path / "may-store"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_RANKS.format(path=str(path), **what))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    return path
 
 
 @pytest.fixture(params=[{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
@@ -36,11 +50,8 @@ def slow(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[LLM, Path]]:
     """An engine whose other rank stores pages once there is a file."""
-    path = tmp_path / "may-store"
-    (tmp_path / "sitecustomize.py").write_text(SLOW_RANKS.format(path=str(path)))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
-    options = {"threads": 1, "device": "cpu", "dtype": "float32", "kv_cache_tokens": 4096, "kv_tier": ("host:8MB",)}
-    with LLM(str(tiny_model), **options, **request.param) as llm:
+    path = slow_ranks(tmp_path, monkeypatch, **SEALING)
+    with LLM(str(tiny_model), **OPTIONS, kv_tier=("host:8MB",), **request.param) as llm:
         yield llm, path
 
 
@@ -72,3 +83,24 @@ def test_an_end_is_told_when_all_ranks_have_stored_their_pages(slow: tuple[LLM, 
     [event] = events
     assert (event.request_id, event.finish_reason, event.stop_reason) == ("s#0", "length", None)
     assert is_idle(llm)
+
+
+def test_an_end_waits_for_no_slow_store_beside_a_fast_one(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for what a slow store still gets of other prompts."""
+    path = slow_ranks(tmp_path, monkeypatch, **PUTTING)
+    stores = ("host:8MB", f"disk:{tmp_path / 'pages'}:8MB")
+    with LLM(str(tiny_model), **OPTIONS, kv_tier=stores, tensor_parallel_size=2) as llm:
+        core, events = core_here(llm), list[TokenEvent]()
+        core._clock = lambda: 0.0
+        try:
+            for number in range(2):
+                spec = RequestSpec(f"{number}", PromptInput([7 + number, *LONG]), ResolvedParams(), 30)
+                core.add(spec.prompt_alone())
+                eventually(lambda: events.extend(core.step()) or events)
+                assert [(event.request_id, event.stop_reason) for event in events] == [(f"{number}#0", None)]
+                events.clear()
+        finally:
+            path.touch()
+        assert is_idle(llm)

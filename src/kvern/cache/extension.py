@@ -48,6 +48,8 @@ class CacheExtension:
 
     prefetches: bool = False
     """`prefetch` may do something."""
+    tells_parts: bool = False
+    """`shared_part` may return something that is loaded ahead."""
     counts_tokens: ClassVar[bool] = True
     """It has to be asked for a token that begins and fills no block, too."""
 

@@ -87,6 +87,8 @@ class KVCacheManager:
                 raise ValueError(f"{extension.name} cannot be used together with {', '.join(sorted(excluded))}")
         self.counts_tokens = any(extension.counts_tokens for extension in self.extensions)
         """An extension has to be asked for each token; if not, they are asked for blocks alone."""
+        self.tells_parts = any(extension.tells_parts for extension in self.extensions)
+        """Other engines may load what was computed of a prompt while the rest is computed."""
         self.tree.losing += [extension.lose for extension in self.extensions]
         self.journal: CacheJournal | None = None
         """Knows which prefixes are cached, if somebody wants to know."""

@@ -68,6 +68,7 @@ class TierTraffic(CacheExtension):
         self._blocks = Allocation(memory, before)
         self._windows = next((each for each in before if isinstance(each, WindowedBlocks)), None)
         self._states = next((each for each in before if isinstance(each, StatePool)), None)
+        self.tells_parts = tier.sees_others and self._windows is None and self._states is None
         self._window_member = 0 if self._windows is None else 1 + before.index(self._windows)
         self._has_blocks = memory.pool is memory.memory
         """The blocks of the first block table hold something."""
@@ -527,7 +528,7 @@ class TierTraffic(CacheExtension):
     def shared_part(self, request: Request, tokens: int) -> SharedPrompt | None:
         """Pages are saved in order, so the last one is awaited; what has windows or states is loaded with the last."""
         nodes = request.nodes[: tokens // self._block_size][self._ends]
-        if not nodes or self._windows is not None or self._states is not None:
+        if not nodes or not self.tells_parts:
             return None
         keys, size = [*map(self._tree.key, nodes)], self._page_blocks * self._block_size
         return SharedPrompt(self._others, keys, deque([(keys[-1], Part.BLOCKS)]), size, self._is_planned, lambda: None)

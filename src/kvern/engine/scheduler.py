@@ -309,7 +309,7 @@ class Scheduler:
         until = self.cache.until(request)
         if not until:
             return 0
-        if request.spec.tells_parts:
+        if request.spec.tells_parts and self.cache.tells_parts:
             until = min(until, before_last_part(request.remaining_tokens))
         until = max(until, fewest)
         count = budget.chunk(start, request.remaining_tokens, until, fewest)

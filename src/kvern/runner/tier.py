@@ -62,8 +62,8 @@ class Tier:
         """The seconds in which the tokens of a prompt between two positions are computed; None: nobody knows."""
         self.others: Callable[[], int] | None = None
         """Returns what `others_saved` does; None: this rank is alone."""
-        self._awaited: deque[tuple[int, set[bytes]]] = deque()
-        """Steps, and what was on its way to stores after them."""
+        self._awaited: deque[tuple[int, deque[PageName]]] = deque()
+        """Steps, and the pieces that they save, as far as no store was found to have them."""
         self._mover = mover
         kinds = (kind for group in mover.groups for kind in (group.kind, *group.kinds))
         self._makers = {kind: lru_cache(NAMES_KEPT)(page_names(identity, kind)) for kind in kinds}
@@ -80,6 +80,7 @@ class Tier:
             payload = group.block_bytes * (1 if group.table == STATES else page_blocks)
             self._bytes[group.part] += len(group.kinds) * (HEADER_BYTES + payload)
         self.keeps_drafts = Part.DRAFT in self._first
+        self.sees_others = shelf.has_local
         self._loads: dict[int, list[list[Piece]]] = {}
         self._packed: list[Piece] = []
 
@@ -109,9 +110,13 @@ class Tier:
         """See `TierIndex`."""
         return ALL_STEPS if self.others is None else self.others()
 
-    def await_saves(self, step: int) -> None:
+    def await_saves(self, step: int, saves: Iterable[PageSave]) -> None:
         """`saved` is to tell when the pages of a step, which has begun, are in stores."""
-        self._awaited.append((step, self.shelf.saving()))
+        groups = self._mover.groups
+        names = (
+            self._name(of, save.key) for save in saves for of in groups if max(blocks_of(of, save), default=-1) >= 0
+        )
+        self._awaited.append((step, deque(names)))
 
     @property
     def is_awaited(self) -> bool:
@@ -119,10 +124,16 @@ class Tier:
         return bool(self._awaited)
 
     def saved(self) -> int | None:
-        """Returns the last of the awaited steps whose pages are in stores, or not on their way any more."""
+        """Returns the last of the awaited steps whose pages are in a store each, or not on their way any more."""
         last = None
-        while self._awaited and self._awaited[0][1].isdisjoint(self.shelf.saving()):
-            last, _ = self._awaited.popleft()
+        while self._awaited:
+            step, names = self._awaited[0]
+            while names and (self.shelf.find(names[0]) is not None or not self.shelf.is_saving(names[0])):
+                names.popleft()
+            if names:
+                break
+            last = step
+            self._awaited.popleft()
         return last
 
     def pays(

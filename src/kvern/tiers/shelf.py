@@ -87,6 +87,11 @@ class Shelf:
         """True if there are stores that have to be asked."""
         return any(not shelved.store.is_local for shelved in self.stores)
 
+    @property
+    def has_local(self) -> bool:
+        """True if there are stores that need not be asked."""
+        return any(shelved.store.is_local for shelved in self.stores)
+
     def find(self, names: PageName) -> Shelved | None:
         """The first store that probably has a piece and may be asked for it."""
         now = self._clock()
@@ -562,11 +567,6 @@ class Shelf:
         """True if a piece is on its way to a store."""
         with self._lock:
             return names.whole in self._saving or names.head in self._saving
-
-    def saving(self) -> set[bytes]:
-        """Returns the names of all pages that are on their way to stores."""
-        with self._lock:
-            return {*self._saving}
 
     @property
     def is_quiet(self) -> bool:

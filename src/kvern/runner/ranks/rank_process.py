@@ -134,7 +134,7 @@ def run_steps(socket: "zmq.Socket[bytes]", rank: Rank) -> None:
                 in_flight.append(execute(output))
                 message = output.message(TierMessage)
                 if tier is not None and message is not None and message.awaited:
-                    tier.await_saves(output.step)
+                    tier.await_saves(output.step, [*message.saves, *message.written])
                 if len(in_flight) >= rank.layout.depth:
                     in_flight.popleft().result()
                 for step, seconds in measured(rank):
