@@ -371,6 +371,7 @@ def test_pages_that_left_the_store_meanwhile_are_put_again(family: str, tmp_path
         left = 0
         while not left:
             assert not core.step(), "the prompt is computed in parts"
+            eventually(lambda: tier.shelf.is_quiet)
             left = dropped(store)
         [event] = until_told(core)
         assert lacking(event) == 0
