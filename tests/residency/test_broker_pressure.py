@@ -23,6 +23,13 @@ CHUNK = 100_000_000
 TOTAL = 10_000_000_000
 
 
+class FakeLink:
+    """The connection to an engine."""
+
+    def __init__(self, ready: SimpleNamespace) -> None:
+        self.ready = ready
+
+
 class FakeReplica:
     """An engine that does at once what it is asked."""
 
@@ -33,7 +40,7 @@ class FakeReplica:
         self.told: int | None = None
         self.released: list[int] = []
         ready = SimpleNamespace(chunk_bytes=CHUNK, least_chunks=1, most_chunks=20, pages="", gpu=None)
-        self.supervisor = SimpleNamespace(is_ready=True, link=SimpleNamespace(ready=ready))
+        self.supervisor = SimpleNamespace(is_ready=True, link=FakeLink(ready))
 
     def resize_cache(self, chunks: int) -> bool:
         is_new, self.cache_chunks = chunks != self.cache_chunks, chunks
@@ -180,6 +187,66 @@ def test_a_model_that_wakes_while_there_is_little_memory_gives_pages_back_like_o
     asyncio.run(run())
 
 
+def test_an_engine_that_restarts_while_there_is_little_memory_gives_pages_back_once_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    floor, clock = HostMemory(0, TOTAL).floor, [1.0]
+    monkeypatch.setattr("kvern.residency.keeper.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watch = Watch(lambda: HostMemory(floor - CHUNK, TOTAL))
+
+    async def run() -> None:
+        keeper = Keeper([served("a", "kvern-1m", terms=Terms(pin=True))], TOTAL, None, watch)
+        keeper._begin = lambda move: None  # type: ignore[method-assign]
+        replica = FakeReplica(1, 0)
+        replica.supervisor.link.ready.pages = "a tier"
+        is_awake(keeper, "a", replica)
+
+        def told() -> int:
+            clock[0] += 2.0
+            keeper._decide()
+            return len(replica.released)
+
+        replica.supervisor.is_ready = False
+        assert told() == 0
+        replica.supervisor.is_ready = True
+        assert told() == told() == 1
+        replica.supervisor.link = FakeLink(replica.supervisor.link.ready)
+        assert told() == told() == 2, "another engine"
+
+    asyncio.run(run())
+
+
+def test_a_model_that_has_loaded_half_leaves_the_cache_of_a_busy_one_alone() -> None:
+    """48 chunks are spare, of which the wake takes 30: what it has taken is not kept free once more."""
+    taken = [0]
+    begun: list[Any] = []
+
+    async def run() -> None:
+        watch = Watch(lambda: HostMemory(2 * floor + (48 - taken[0] - replica.cache_touched) * CHUNK, TOTAL))
+        keeper = Keeper([served(name, "kvern-1m") for name in "ab"], TOTAL, None, watch)
+        is_awake(keeper, "a", replica)
+        keeper._begin = begun.append  # type: ignore[method-assign, assignment]
+        keeper.residency._models["b"].footprint = Footprint(30 * CHUNK, 1.0)
+        keeper._decide()
+        assert replica.cache_chunks == 20
+        keeper.residency.asked("b", time.monotonic())
+        keeper._decide()
+        assert begun == [Move("b", "awake")]
+        await keeper._until_given_back(keeper.residents[1])
+        for taken[0], replica.cache_touched in ((0, 5), (15, 5), (15, 10), (30, 10)):
+            watch.renew()
+            keeper._decide()
+            assert replica.cache_chunks >= replica.cache_wanted, f"the model has taken {taken[0]}"
+            assert keeper.residency.waking == (30 - taken[0]) * CHUNK
+        keeper.residency.moved("b", time.monotonic())
+        keeper._decide()
+        assert replica.cache_chunks >= replica.cache_wanted and keeper.residency.waking == 0
+
+    floor, replica = HostMemory(0, TOTAL).floor, FakeReplica(20, 15)
+    replica.cache_touched = 5
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("gpu", [None, "GPU-ab"])
 def test_caches_are_not_granted_the_same_memory_again(gpu: str | None) -> None:
     """Ten chunks are free beyond twice the floor: a cache of six gets them once, and then those that it has used."""
@@ -246,7 +313,7 @@ def test_a_wake_begins_once_caches_have_given_back_what_the_card_lacks(monkeypat
         keeper._decide()
         assert begun == [Move("b", "awake")]
         needed = keeper.residency.footprint("b").needed_from("cold")
-        waiting = asyncio.create_task(keeper._until_given_back())
+        waiting = asyncio.create_task(keeper._until_given_back(keeper.residents[1]))
         await turns()
         assert replica.asked == 20 - -(-(needed - 2 * CHUNK) // CHUNK) and not waiting.done()
         shrunk = replica.asked
@@ -268,6 +335,44 @@ def test_a_wake_begins_once_caches_have_given_back_what_the_card_lacks(monkeypat
         assert replica.asked > shrunk, "nobody else takes it any more"
 
     begun: list[Any] = []
+    asyncio.run(run())
+
+
+def test_a_wake_on_a_gpu_does_not_wait_for_what_another_one_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache gives back what both lack, and nothing for what the first has taken already."""
+    monkeypatch.setattr("kvern.residency.keeper.LOOK_SECONDS", 0.0)
+    begun: list[Any] = []
+
+    async def run() -> None:
+        replica = SlowReplica(20, 0)
+        card = Card(replica, 9 * CHUNK)
+        keeper = keeper_of_cards("abc", Watch(card.read))
+        keeper._begin = begun.append  # type: ignore[method-assign, assignment]
+        is_awake(keeper, "a", replica)
+        replica.supervisor.link.ready.gpu = "GPU-ab"
+        for name in "bc":
+            keeper.residency._models[name].footprint = Footprint(8 * CHUNK, 1.0)
+        keeper.residency.asked("b", time.monotonic())
+        keeper._decide()
+        await asyncio.wait_for(keeper._until_given_back(keeper.residents[1]), 1)
+        card.taken = 8 * CHUNK
+        keeper.residency.asked("c", time.monotonic())
+        keeper._watch.renew()  # type: ignore[union-attr]
+        keeper._decide()
+        assert begun == [Move("b", "awake"), Move("c", "awake")] and keeper.residency.waking == 8 * CHUNK
+        waiting = asyncio.create_task(keeper._until_given_back(keeper.residents[2]))
+        await turns()
+        assert replica.asked == 20 - 7 and not waiting.done(), "one chunk of the 8 was free"
+        replica.answer()
+        await turns()
+        assert waiting.done() and replica.asked == 13
+        keeper.residency.moved("b", time.monotonic())
+        assert keeper.residency.waking == 8 * CHUNK, "c has taken nothing yet"
+        card.taken += 4 * CHUNK
+        keeper._watch.renew()  # type: ignore[union-attr]
+        keeper._decide()
+        assert keeper.residency.waking == 4 * CHUNK and replica.asked == 13
+
     asyncio.run(run())
 
 

@@ -1,9 +1,10 @@
 """The broker of KV caches: has engines take and give back the memory on which their models agree (`agreement.py`)."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from kvern.residency.agreement import CacheShare, agreed, next_sizes
 from kvern.serving.client import EngineClient
+from kvern.serving.link import EngineLink
 from kvern.serving.replica import Replica
 
 GROWTH_BYTES = 4 << 30
@@ -29,16 +30,17 @@ def settle(clients: Mapping[str, EngineClient], spare: int, *, needed_alone: boo
     return given_back
 
 
-def release_pages(clients: Mapping[str, EngineClient], size: int) -> bool:
+def release_pages(clients: Mapping[str, EngineClient], size: int, but: Container[EngineLink] = ()) -> set[EngineLink]:
     """Let tiers of models that are awake give so many bytes of the host back, and take no more until that is 0.
 
-    Returns whether some model has a tier.
+    `but`: engines that are not told. Returns those that were.
     """
     found = [one for client in clients.values() for one in client.replicas if one.supervisor.is_ready]
-    found = [one for one in found if one.supervisor.link.ready.pages]
-    for replica in found:
-        replica.release_pages(-(-size // len(found)))
-    return bool(found)
+    told = {one.supervisor.link: one for one in found if one.supervisor.link.ready.pages}
+    told = {link: replica for link, replica in told.items() if link not in but}
+    for replica in told.values():
+        replica.release_pages(-(-size // len(told)))
+    return set(told)
 
 
 def taken(clients: Mapping[str, EngineClient]) -> int:

@@ -104,8 +104,8 @@ class Keeper:
         self._deciding: asyncio.Task[None] | None = None
         self._sees_at: float | None = None
         """When it is seen what was given back as the machine had little memory; None: it has enough."""
-        self._released: set[str] = set()
-        """The models whose tiers have given memory back, and take no more until they have slept."""
+        self._released: set[EngineLink] = set()
+        """The engines whose tiers have given memory back, and take no more until they have slept."""
         self._touched = 0
         """The bytes that KV caches had at the last look."""
         self._waiting = 0
@@ -225,7 +225,7 @@ class Keeper:
             if (has := touched(self._awake)) != self._touched:  # what was free before is granted once
                 self._touched = has
                 self._watch.renew()
-            host = self.residency.host = self._watch.look(now)
+            host = self.residency.host = self._look(self._watch, now)
             if host is None or host.spare >= 0:
                 self._sees_at = None
                 if self._released and (host is None or host.spare >= host.floor):
@@ -234,11 +234,11 @@ class Keeper:
             else:  # cached blocks that nobody uses go first, then pages; how much that is, the machine tells
                 given_back = self._agree()
                 goes = given_back > 0 and self._sees_at is None
-                self._released &= self._awake.keys()
+                self._released &= {link for client in self._awake.values() for link in _links(client)}
                 if not (goes or self._on_gpu) and now >= (self._sees_at or 0.0):
-                    others = {name: client for name, client in self._awake.items() if name not in self._released}
-                    goes = release_pages(others, -host.spare)
-                    self._released |= others.keys()
+                    told = release_pages(self._awake, -host.spare, but=self._released)
+                    goes = bool(told)
+                    self._released |= told
                 if goes:
                     self._sees_at = self._watch.next_at = now + GIVEN_BACK_SECONDS
                 if self._sees_at is not None and now < self._sees_at:
@@ -278,6 +278,14 @@ class Keeper:
             if one.client is not None and self.state(one) == "awake" and self.residency.moving(one.name) is None
         }
 
+    def _look(self, watch: Watch, now: float) -> HostMemory | None:
+        """Looks at what is left, from which it is known how much models have taken that wake."""
+        host = watch.look(now)
+        if host is not None:  # caches of models that go to sleep have their memory until they do
+            clients = {one.name: one.client for one in self.residents if one.client is not None}
+            self.residency.saw(host.free + touched(clients))
+        return host
+
     def _agree(self) -> int:
         """Lets KV caches have what no model holds for certain; returns the bytes that they are asked to give back."""
         host = self.residency.host
@@ -289,8 +297,8 @@ class Keeper:
             spare = max(0, min(spare, touched(self._awake) + left))
         return settle(self._awake, spare, needed_alone=host is not None and host.spare < 0)
 
-    async def _until_given_back(self) -> None:
-        """Waits until KV caches have given back what a model takes that wakes, but not for long."""
+    async def _until_given_back(self, resident: Resident) -> None:
+        """Waits until KV caches have given back what a model takes that wakes, but not for long; then it takes it."""
         self._waiting += self._on_gpu  # elsewhere a wake begins only once there is memory beside caches
         try:
             with contextlib.suppress(TimeoutError):
@@ -299,12 +307,13 @@ class Keeper:
                         await asyncio.sleep(LOOK_SECONDS)
         finally:
             self._waiting -= self._on_gpu
+        self.residency.takes(resident.name)
 
     def _have_given_back(self) -> bool:
         """Has KV caches give back what models take that wake; returns whether they have."""
         if self._on_gpu and self._watch is not None:
             self._watch.renew()
-            self.residency.host = self._watch.look(time.monotonic())
+            self.residency.host = self._look(self._watch, time.monotonic())
         self._agree()
         has = taken(self._awake)
         if has > max(0, self.residency.memory - self.residency.held):
@@ -374,7 +383,7 @@ class Keeper:
                     self.residency.postponed(resident.name, needed)
                     return
                 began = time.monotonic()  # what a download took says nothing of later wakes
-            await self._until_given_back()
+            await self._until_given_back(resident)
             slept = [*_links(client)] if self.state(resident) == "asleep" else None
             await self._start(client, again=resident.client is not None, slept=slept is not None)
             seconds = time.monotonic() - began

@@ -160,6 +160,12 @@ class Residency:
         self.lent = 0
         """Bytes beyond that, which KV caches give back when a model wakes."""
         self._half_life = half_life
+        self._free = 0
+        """The bytes at the last look that neither models nor other programs held, used by KV caches or not."""
+        self._taken = 0
+        """The bytes by which that fell while models take memory that wake; below 0: others gave more back."""
+        self._taking: set[str] = set()
+        """Models whose wake has begun to take memory."""
         self._models: dict[str, _Model] = {}
 
     def add(self, name: str, terms: Terms, footprint: Footprint, now: float) -> None:
@@ -180,9 +186,22 @@ class Residency:
 
     @property
     def waking(self) -> int:
-        """The bytes of the machine, or the GPU, that models take which are being woken, or have just taken."""
-        waking = (one for one in self._models.values() if one.target == "awake" and not one.downloads)
-        return sum(one.footprint.needed_from(one.state) for one in waking)
+        """The bytes of the machine, or the GPU, that models will still take which are being woken."""
+        waking = [one for one in self._models.values() if one.target == "awake" and not one.downloads]
+        needed = sum(one.footprint.needed_from(one.state) for one in waking)
+        taking = sum(one.footprint.needed_from(one.state) for one in waking if one.name in self._taking)
+        return needed - max(0, min(taking, self._taken))
+
+    def saw(self, free: int) -> None:
+        """Notes the bytes that the machine, or the GPU, has free, with those that KV caches use."""
+        self._taken += self._free - free
+        self._free = free
+
+    def takes(self, name: str) -> None:
+        """Notes that a model which is being woken begins to take memory: what is free falls by that from now on."""
+        if not self._taking:
+            self._taken = 0
+        self._taking.add(name)
 
     def downloads(self, name: str, is_so: bool) -> None:
         """Notes that a model which is being woken takes no memory so far, or begins to."""
@@ -259,6 +278,9 @@ class Residency:
         assert model.target is not None, f"{name} does not move"
         if model.state == "awake" and model.requests and not model.fruitful:
             model.stay = min(2 * model.stay, LONGEST_STAY)
+        if name in self._taking:  # what it took since the last look will be seen
+            self._taken -= (footprint or model.footprint).needed_from(model.state)
+            self._taking.discard(name)
         model.state, model.target = state or model.target, None
         model.footprint = footprint or model.footprint
         if model.leaves is not None and STATES.index(model.state) <= STATES.index(model.leaves):
@@ -289,6 +311,7 @@ class Residency:
         """Ends a wake that failed: the model is cold, and is tried again after 1, 2, 4 .. s."""
         model = self._models[name]
         model.state, model.target = "cold", None
+        self._taking.discard(name)
         model.leaves, model.keep_alive = None, model.terms.keep_alive
         self._bar(model, now)
 
