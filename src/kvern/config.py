@@ -57,6 +57,9 @@ class EngineConfig:
     """Format to which plain weights are quantized while they are loaded: fp8 or int8, with a scale for each row, or
     int4, with a scale for 32 inputs. None: as they are; weights that are stored quantized are recognized in any
     case."""
+    head_quantization: Literal["auto", "int8", "none"] = "auto"
+    """Format of a plain output layer, and of the embeddings if they are the same matrix: int8 has a scale for each
+    token. auto takes int8 on a CPU where quantization is int8 or int4, and leaves it plain elsewhere, as none does."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; auto takes a GPU if there is one."""
     tensor_parallel_size: int = 1
@@ -468,6 +471,13 @@ class EngineConfig:
     def rebalance_seconds(self) -> float:
         """`rebalance_experts` in seconds; 0 if experts stay where they are."""
         return read_seconds("rebalance_experts", self.rebalance_experts or "none")
+
+    def has_int8_head(self, device: str, *, draft: bool = False) -> bool:
+        """Returns whether a plain output layer of the model, or of the `draft` model, becomes INT8 on such a device."""
+        if self.head_quantization == "auto" or draft:
+            made = self.draft_quantization if draft else self.quantization
+            return self.head_quantization != "none" and device == "cpu" and made in ("int8", "int4")
+        return self.head_quantization == "int8"
 
     @property
     def has_drafts(self) -> bool:

@@ -76,6 +76,7 @@ def answers(llm: LLM) -> Any:
         ("olmo2", {"dtype": "bfloat16", "quantization": "int8"}, {}),
         ("cohere", {"dtype": "float32", "kv_cache_tokens": 96, "block_size": 4}, {}),
         ("gpt_neox", {"dtype": "bfloat16", "quantization": "int4"}, {}),
+        ("llama3", {"dtype": "bfloat16", "quantization": "int4", "head_quantization": "int8"}, {}),
         ("gemma4", {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, {}),
         ("gemma4_vision", {"dtype": "float32", "quantization": "int8", "kv_cache_dtype": "int8"}, {}),
     ],

@@ -83,6 +83,7 @@ FORMATS = {
     "NF4": Format(by_packer(nf4, of_tests("nf4") | {"layers": DIVISIBLE}, DIVISIBLE)),
     "GGUF Q4_0": Format(as_gguf("Q4_0")),
     "GGUF Q8_0": Format(as_gguf("Q8_0")),
+    "output layer in INT8": Format(options={"head_quantization": "int8"}),
     "KV cache in FP8": Format(options={"kv_cache_dtype": "fp8"}),
     "KV cache in INT8": Format(options={"kv_cache_dtype": "int8"}),
     "FP8 with a KV cache in FP8": Format(by_kvern(FP8), {"kv_cache_dtype": "fp8"}),
@@ -186,7 +187,8 @@ def test_a_model_is_finished_before_its_weights_are_there(name: str, models: Mod
     folder = model_folder(config)
     described = read_config(folder)
     spec = spec_from_config(described)
-    methods = stored_methods(described, spec, read_headers(folder), Unquantized(), config.quantization)
+    given = Unquantized(), config.quantization, config.has_int8_head("cpu")
+    methods = stored_methods(described, spec, read_headers(folder), *given)
     decoder = Decoder(spec, Build(torch.bfloat16, torch.device("meta"), 96, linear=methods))
     decoder.finish()
     assert all(tensor.is_meta for tensor in decoder.parameters())

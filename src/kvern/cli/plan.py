@@ -87,6 +87,7 @@ class PlanCommand:
 
         resolved = str(outlined_model(self.model, outlines()))
         config = EngineConfig(resolved, load_format=self.load_format, quantization=self.quantization, dtype=self.dtype)
+        config = config if self.hardware is None else dataclasses.replace(config, device="cuda")
         folder = model_folder(config)
         model = model_of(config, folder)
         longest, context = self.input + self.output, model.spec.max_position_embeddings

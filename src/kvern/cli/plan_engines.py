@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -131,6 +131,7 @@ def _engines(command: Asked) -> tuple[Engines, str, list[str]]:
     from kvern.simulate.roofline import estimated_condition, left_out
 
     config = EngineConfig(load_format=command.load_format, quantization=command.quantization, dtype=command.dtype)
+    config = config if command.hardware is None else replace(config, device="cuda")
     model, config = described(command.model, config)
     cards = this_machine(config, model.dtype) if command.hardware is None else parse_hardware(command.hardware)
     engines: Engines = {}

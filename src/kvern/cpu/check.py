@@ -21,7 +21,7 @@ from torch import Tensor
 from kvern.cpu.attention import AttentionForm, CachedLayer, Step
 from kvern.cpu.library import load
 from kvern.cpu.linear import gated_linear, linear, linear_heads, pack, pack_heads, unpack
-from kvern.cpu.packed import RUN, STEP, Groups, GroupsProduct, Int8Product, side_by_side
+from kvern.cpu.packed import RUN, STEP, Groups, GroupsProduct, Int8Product, int8_rows, side_by_side
 from kvern.cpu.ranks import SharedMemory
 from kvern.cpu.rotary import Heads, rotate_and_store
 from kvern.cpu.rows import ACTIVATIONS, NORMS, activate, add, add_norm, beside, scale, widened
@@ -197,8 +197,13 @@ def check_int8(generator: torch.Generator) -> None:
         codes = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
         scale = torch.rand(outputs, 1, generator=generator) / 64
         expected = rounded_in_runs(x, inputs) @ codes.t().double() * scale.t() + bias
-        found = Int8Product(side_by_side(codes, STEP), side_by_side(scale), outputs)(x, bias)
-        close_to(found, expected)
+        lanes = side_by_side(codes, STEP), side_by_side(scale)
+        close_to(Int8Product(*lanes, outputs)(x, bias), expected)
+        ids = torch.tensor([outputs - 1, 0, 17, outputs + 9])
+        plain = torch.mul(codes, scale).to(dtype).index_select(0, ids[:3])
+        for first in (0, 5):
+            read = int8_rows(*lanes, (outputs, inputs), dtype, ids + first, first)
+            assert torch.equal(read, F.pad(plain, (0, 0, 0, 1))), "rows are others"
 
 
 class _ThreeRows:

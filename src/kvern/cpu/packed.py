@@ -24,6 +24,10 @@ _multiply_int8 = function(
     *(POINTER, POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, INTEGER, NUMBER, NUMBER, CODE),
 )
 
+_int8_rows = function(
+    "kvern_int8_rows", *(POINTER, POINTER, POINTER, INTEGER, POINTER, INTEGER, INTEGER, INTEGER, CODE)
+)
+
 KINDS = DTYPES | {
     torch.float16: 2,
     torch.float8_e8m0fnu: 3,
@@ -64,6 +68,22 @@ def rows_of(lanes: Tensor, index: Tensor) -> Tensor:
     """The rows of an index [N] int64 of a matrix that was put `side_by_side`: `[N, width]`, with its padding."""
     plain = lanes.view(torch.int8) if lanes.itemsize == 1 else lanes
     return plain[index // LANES, :, index % LANES].flatten(1).view(lanes.dtype)
+
+
+def int8_rows(
+    codes: Tensor, scale: Tensor, sizes: tuple[int, int], dtype: torch.dtype, ids: Tensor, first: int = 0
+) -> Tensor:
+    """Returns the plain rows `ids [T]` int64 of a matrix `[outputs, inputs]` that is stored as in `Int8Product`.
+
+    The matrix may have only the rows from `first` on of a larger one: the others are 0.
+    """
+    ids, (outputs, inputs) = ids.contiguous(), sizes
+    out = torch.empty(ids.shape[0], inputs, dtype=dtype)
+    _int8_rows(
+        codes.data_ptr(), scale.data_ptr(), ids.data_ptr(), first, out.data_ptr(), out.shape[0], outputs, inputs,
+        DTYPES[dtype],
+    )  # fmt: skip
+    return out
 
 
 class Int8Product(NamedTuple):

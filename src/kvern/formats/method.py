@@ -121,7 +121,7 @@ class QuantizedMethod(LinearMethod):
 
     def scores(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._cpu_product is not None:
-            return widened(self._cpu_product(x, bias))
+            return self._cpu_product(widened(x), None if bias is None else widened(bias))
         return super().scores(x, bias)
 
     def multiply_part(self, x: Tensor, first: int, outputs: int) -> Tensor:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.formats.choice import all_but
+from kvern.formats.choice import EMBEDDINGS, HEAD, all_but
 from kvern.formats.groups import Form, GroupedMethod, pack_pairs
 from kvern.formats.scaled import Code, Rounding, Scaled, ScaledMethod, quantized_rows
 from kvern.layers.build_options import BuildOptions
@@ -81,8 +82,25 @@ class OnlineInt4(LinearFormat):
         return OnlineInt4Method(shape, Form("int4", group, zero=True))
 
 
+def with_int8_head(methods: LinearMethods, unquantized: LinearFormat, *, tied: bool) -> LinearMethods:
+    """Returns the methods with a plain output layer in INT8, and the embeddings with it if both are one matrix.
+
+    Activations stay plain, or a CPU's kernel rounds each 32 of them with a scale. Raises ConfigError if the
+    checkpoint's is not plain.
+    """
+    path, pattern = ("model.embed_tokens", EMBEDDINGS) if tied else ("lm_head", HEAD)
+    if methods.of(path) is not unquantized:
+        raise ConfigError(
+            "head_quantization is int8, but the model's output layer is stored quantized: leave head_quantization out"
+        )
+    head: LinearFormat = Online("int8")
+    return replace(methods, rules=(*((item, head) for item in dict.fromkeys((pattern, HEAD))), *methods.rules))
+
+
 def made_online(quantization: str, unquantized: LinearFormat) -> LinearMethods:
     """The methods for online quantization: all linear layers except routers, embeddings and the head are quantized.
+
+    `with_int8_head` is for the head.
 
     With FP8 and INT8 activations are rounded for each token. Raises ConfigError.
     """

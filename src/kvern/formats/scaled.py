@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvern.cpu.packed import STEP, Int8Product, side_by_side
+from kvern.cpu.packed import STEP, Int8Product, int8_rows, side_by_side
 from kvern.formats.method import CpuProduct, Packed, QuantizedMethod
 from kvern.layers.build_options import BuildOptions
 from kvern.layers.linear_format import LinearFormat
@@ -282,6 +282,20 @@ class ScaledMethod(QuantizedMethod):
         if self.zero is not None:
             codes = codes - self._of_rows(self.zero, index)
         return (codes * scale).to(self.shape.dtype)
+
+    @property
+    def looks_up(self) -> bool:
+        is_by_row = self.form.block.inputs == 0 and self.rows_per_scale == 1 and self.zero is None
+        return self.compiled and is_by_row and self.form.code == "int8"
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.embed_share(ids, range(self.shape.outputs)) if self.looks_up else super().embed(ids)
+
+    def embed_share(self, ids: Tensor, held: range) -> Tensor:
+        if not self.looks_up:
+            return super().embed_share(ids, held)
+        outputs, inputs, dtype, _ = self.shape
+        return int8_rows(self.codes, self.scale, (outputs, inputs), dtype, ids, held.start)
 
     def _of_rows(self, scales: Tensor, index: Tensor | slice) -> Tensor:
         """The scales of rows: `[N, inputs]`, or `[N, 1]`."""

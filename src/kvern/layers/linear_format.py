@@ -37,6 +37,8 @@ FORMATS = {
 """kvern's own formats by `quant_method`."""
 ONLINE = "kvern.formats.online:made_online"
 """The formats of plain weights that are quantized while they are loaded."""
+INT8_HEAD = "kvern.formats.online:with_int8_head"
+"""The function that stores a plain output layer in INT8 while it is loaded."""
 
 
 class LinearFormat(ABC):

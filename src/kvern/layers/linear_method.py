@@ -202,6 +202,11 @@ class LinearMethod(Module, ABC):
         """A kernel for CPUs multiplies, once all is loaded: no row's results depend on those beside it."""
         return False
 
+    @property
+    def looks_up(self) -> bool:
+        """True if a kernel for CPUs looks rows up, once all is loaded."""
+        return False
+
     def methods(self) -> Iterable["LinearMethod"]:
         """The methods whose products are timed: this one, or its parts."""
         return (self,)

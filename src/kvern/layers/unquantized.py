@@ -35,6 +35,10 @@ class CompiledMethod(LinearMethod):
     def compiled(self) -> bool:
         return True
 
+    @property
+    def looks_up(self) -> bool:
+        return True
+
     def layouts(self) -> Mapping[str, TensorLayout]:
         return {"weight": TensorLayout(self.shape.dtype, (OUTPUTS, INPUTS))}
 

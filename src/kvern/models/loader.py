@@ -16,7 +16,7 @@ from kvern.errors import ConfigError, CorruptCheckpoint, ModelNotFound
 from kvern.io.files import read_object
 from kvern.io.sockets import MOST_PROCESSES
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
+from kvern.layers.linear_format import INT8_HEAD, LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import ANY
 from kvern.layers.unquantized import Unquantized
 from kvern.models.checkpoint import StoredTensor, open_map, read_headers
@@ -25,6 +25,7 @@ from kvern.models.embedder import spec_of_folder
 from kvern.models.registry import KEY
 from kvern.models.spec_file import with_file
 from kvern.models.weighted import TensorTarget, WeightedModel
+from kvern.plugins import imported
 from kvern.ranks.ranks import ALONE, Ranks
 from kvern.spec.model import ModelSpec, Rename
 
@@ -89,6 +90,7 @@ class LoadOptions:
     unquantized    the format of plain weights; None: PyTorch multiplies them
     quantization   the format that plain weights are converted to while they are loaded, "fp8", "int8" or "int4"; None:
                    they stay plain
+    int8_head      a plain output layer is converted to INT8, and the embeddings if they are the same matrix
     ranks          the ranks that share the model, of which this one loads its part
     whole_experts  the experts that each rank has; None: each rank has a part of each expert
     stored         the tensors in the place of those of the folder's files; None: those
@@ -102,6 +104,7 @@ class LoadOptions:
     unquantized: LinearFormat | None = None
     deterministic: bool = False
     quantization: str | None = None
+    int8_head: bool = False
     ranks: Ranks = ALONE
     whole_experts: "WholeExperts | None" = None
     stored: Sequence[StoredTensor] | None = None
@@ -128,7 +131,8 @@ def load_model(folder: Path, options: LoadOptions = LoadOptions()) -> Decoder:
         from kvern.models.stages import part_of_stage, tensors_of_stage
 
         spec = part_of_stage(share, ranks.stage)
-    linear = stored_methods(config, spec, stored, options.unquantized, options.quantization)
+    online = options.quantization, options.int8_head
+    linear = stored_methods(config, spec, stored, options.unquantized, *online)
     if ranks.stage.layers is not None:
         names = (llama_name(tensor.name, (*spec.renames, *linear.renames))[0] for tensor in stored)
         stored = tensors_of_stage(stored, names, whole, ranks.stage)
@@ -229,16 +233,18 @@ def outline_model(
     dtype: str = "auto",
     load_format: Literal["auto", "dummy"] = "auto",
     quantization: str | None = None,
+    *,
+    int8_head: bool = False,
 ) -> Decoder:
     """The model of a folder on the meta device, with its file headers checked; no weight is read.
 
-    Its formats are those of a CPU; `load_format` "dummy" needs no files except the configuration. `quantization` and
-    errors are those of `load_model`.
+    Its formats are those of a CPU; `load_format` "dummy" needs no files except the configuration. `quantization`,
+    `int8_head` and errors are those of `load_model`.
     """
     config, dummy = read_config(folder), load_format == "dummy"
     spec = spec_of_folder(folder, config)
     stored = [] if dummy else read_headers(folder)
-    linear = stored_methods(config, spec, stored, quantization=quantization)
+    linear = stored_methods(config, spec, stored, quantization=quantization, int8_head=int8_head)
     build = Build(choose_dtype(dtype, spec, None if dummy else folder), torch.device("meta"), 1, linear=linear)
     return _checked_outline(Decoder, spec, build, folder, None if dummy else stored)
 
@@ -326,9 +332,16 @@ def stored_methods(
     stored: list[StoredTensor],
     unquantized: LinearFormat | None = None,
     quantization: str | None = None,
+    int8_head: bool = False,
 ) -> LinearMethods:
-    """`linear_methods` of a checkpoint with these tensors, whose own names its configuration may use."""
-    methods = linear_methods(config, unquantized or Unquantized(), quantization)
+    """`linear_methods` of a checkpoint with these tensors, whose own names its configuration may use.
+
+    `int8_head`: as of `LoadOptions`. Raises ConfigError if the output layer is stored quantized.
+    """
+    unquantized = unquantized or Unquantized()
+    methods = linear_methods(config, unquantized, quantization)
+    if int8_head:
+        methods = imported(INT8_HEAD)(methods, unquantized, tied=spec.tie_word_embeddings)
     return replace(methods, names=_own_names(stored, spec))
 
 

@@ -18,6 +18,7 @@ from kvern.models.loader import outline_model
 from kvern.models.precision import shares
 from kvern.planning.estimate import Estimate, Model, Split, Workload, estimate, splits
 from kvern.planning.hardware import Card, check_alike, names_of, this_machine
+from kvern.runner.device import resolve_device
 from kvern.runner.ranks.rank_limits import check_ranks
 
 
@@ -51,7 +52,9 @@ def model_of(config: EngineConfig, folder: Path) -> Model:
 
     Raises KvernError.
     """
-    outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
+    device = "cuda" if config.device == "cuda" else resolve_device(config).type  # other machines have cards, too
+    given = config.dtype, config.load_format, config.quantization
+    outline = outline_model(folder, *given, int8_head=config.has_int8_head(device))
     return Model(outline.spec, str(outline.build.dtype).removeprefix("torch."), shares(outline), outline.build.linear)
 
 

@@ -18,7 +18,6 @@ from kvern.device.rows import BatchRows
 from kvern.layers.embedding import LookupTable
 from kvern.layers.rope import positions_alone
 from kvern.layers.step_context import StepContext
-from kvern.layers.unquantized import CompiledMethod
 from kvern.models.decoder import Decoder, LayerInputs
 from kvern.request.step import ScheduledTokens
 
@@ -74,7 +73,7 @@ class CapturedDecodes:
         self._sizes: dict[int, _Decodes] = {}
         self._visits: Counter[int] = Counter()
         """The number of steps of each size that is not captured for itself."""
-        self._captures, self._embeds = True, isinstance(decoder.embed_tokens.method, CompiledMethod)
+        self._captures, self._embeds = True, decoder.embed_tokens.method.looks_up
         self._table = None if decoder.per_layer is None else decoder.per_layer.table
         self._looks_up = not self._embeds or self._table is not None
         """True if PyTorch looks something up between the first two stages."""

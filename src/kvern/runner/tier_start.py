@@ -143,8 +143,9 @@ def identity_of(config: EngineConfig, cache: TieredCache, sums: str) -> Identity
     }
     if isinstance(cache.spec, TransformersSpec):
         turns = {f"those of transformers {version('transformers')}"}
+    head = ", int8 head" if config.has_int8_head(layout.device) else ""
     described = {
-        "weights": f"{config.load_format} {config.quantization or 'as stored'}",
+        "weights": f"{config.load_format} {config.quantization or 'as stored'}{head}",
         "dtype": plan.dtype,
         "cache": layout.dtype,
         "block_size": str(layout.block_size),

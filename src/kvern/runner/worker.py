@@ -144,7 +144,7 @@ class Worker:
             check_dtype(dtype, device)
             if not isinstance(self._spec, TransformersSpec):
                 stored = [] if config.load_format == "dummy" else read_headers(self._folder)
-                given = self._spec, stored, self._unquantized(), config.quantization
+                given = self._spec, stored, self._unquantized(), config.quantization, config.has_int8_head("cuda")
                 methods = stored_methods(read_config(self._folder), *given)
                 check_weights_fit(self._spec, dtype, self.memory, methods, self._ranks)
         else:
@@ -323,6 +323,7 @@ class Worker:
                     unquantized=backend.unquantized,
                     deterministic=self._config.deterministic and bool(plan.kernels),
                     quantization=quantization,
+                    int8_head=self._config.has_int8_head(self.device.type, draft=folder != self._folder),
                     whole_experts=self._whole_experts if ranks is self._ranks else None,
                     stored=stored,
                 ),
@@ -407,6 +408,7 @@ class Worker:
             kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
             unquantized=self._backend.unquantized,
             quantization=self._config.quantization,
+            int8_head=self._config.has_int8_head(self.device.type),
         )
         model = load_checked(self._folder, self._spec, plan, options, self._startup)
         self._backend.prepare(model.model)
@@ -495,7 +497,7 @@ class Worker:
         else:
             spec = read_draft(folder, self._folder, self._whole, self._plan.max_model_len)
         stored = config.load_format, config.quantization, config.draft_quantization
-        name = f" of {model_identity(folder, *stored).hex()}"
+        name = f" of {model_identity(folder, *stored, config.has_int8_head(self.device.type, draft=True)).hex()}"
         return CachedDraft(name, is_head, spec.attentions, self.runner.draft_caches)
 
     def expert_placements(self) -> "dict[int, Placement]":

@@ -297,6 +297,24 @@ void multiply(const KvernGroups& of, const Rounding& how, const void* x, const v
         outputs);
 }
 
+template <class Number>
+void copy_rows(const int8_t* codes, const float* scale, const int64_t* ids, int64_t first, void* out, int64_t rows,
+               int64_t outputs, int64_t inputs) {
+    const int64_t line = round_up(inputs, STEP) * LANES;
+    parallel(rows, [&](int64_t row) {
+        Number* to = static_cast<Number*>(out) + row * inputs;
+        const int64_t output = ids[row] - first;
+        if (output < 0 || output >= outputs) {
+            std::memset(to, 0, inputs * sizeof(Number));
+            return;
+        }
+        const int8_t* from = codes + output / LANES * line + output % LANES * STEP;
+        for (int64_t input = 0; input < inputs; ++input) {
+            to[input] = from_float<Number>(from[input / STEP * WORD + input % STEP] * scale[output]);
+        }
+    });
+}
+
 }  // namespace
 
 void multiply_rounded(const KvernGroups& of, const Rounding& how, const void* x, const void* bias, void* out,
@@ -318,3 +336,12 @@ KVERN_EXPORT void kvern_multiply_int8(const void* x, const void* codes, const fl
 }
 
 KVERN_REPLAYED(kvern_multiply_int8)
+
+// The rows `ids` of such weights, as numbers; of a matrix that has only the rows from `first` on the others are 0.
+KVERN_EXPORT void kvern_int8_rows(const int8_t* codes, const float* scale, const int64_t* ids, int64_t first, void* out,
+                                  int64_t rows, int64_t outputs, int64_t inputs, int32_t dtype) {
+    using namespace kvern;
+    (dtype == FLOAT32 ? copy_rows<float> : copy_rows<BFloat16>)(codes, scale, ids, first, out, rows, outputs, inputs);
+}
+
+KVERN_REPLAYED(kvern_int8_rows)

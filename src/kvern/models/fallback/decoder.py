@@ -159,14 +159,15 @@ def load_fallback(
 ) -> TransformersDecoder:
     """Load the model of a folder from its safetensors files; no code in the folder is run.
 
-    `options`: `device`, `load_format`, `kernels`, `unquantized` and `quantization`, the last three for the parts that
-    kvern computes. Raises CorruptCheckpoint or ConfigError.
+    `options`: `device`, `load_format`, `kernels`, `unquantized`, `quantization` and `int8_head`, the last four for the
+    parts that kvern computes. Raises CorruptCheckpoint or ConfigError.
     """
     model = _loaded(folder, dtype, dummy=options.load_format == "dummy")
     move: Any = model.to  # which transformers wraps
     move(options.device)
     build = Build(dtype, model.device, spec.max_position_embeddings, options.kernels)
-    return TransformersDecoder(spec, model, Swaps(model, build, options.unquantized, options.quantization), build)
+    swaps = Swaps(model, build, options.unquantized, options.quantization, options.int8_head)
+    return TransformersDecoder(spec, model, swaps, build)
 
 
 def _loaded(folder: Path, dtype: torch.dtype, *, dummy: bool) -> PreTrainedModel:

@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from kvern.layers.build import Build
-from kvern.layers.linear_format import LinearFormat, LinearMethods, linear_methods
+from kvern.layers.linear_format import INT8_HEAD, LinearFormat, LinearMethods, linear_methods
 from kvern.layers.linear_method import LinearMethod
 from kvern.layers.unquantized import Unquantized
 from kvern.models.fallback.likeness import has_hooks, like_embedding, like_mlp, like_norm
 from kvern.models.fallback.parts import Piece, SwappedEmbedding, SwappedLinear, SwappedMlp, SwappedNorm, Switch
+from kvern.plugins import imported
 
 NARROW = 8
 """A matrix with so many times more inputs than outputs is not quantized: it may choose experts."""
@@ -27,17 +28,25 @@ class Swaps:
     """The parts of a model that kvern computes, by kind: each kind can be switched off alone."""
 
     def __init__(
-        self, model: PreTrainedModel, build: Build, unquantized: LinearFormat | None, quantization: str | None
+        self,
+        model: PreTrainedModel,
+        build: Build,
+        unquantized: LinearFormat | None,
+        quantization: str | None,
+        int8_head: bool = False,
     ) -> None:
         """Replaces parts of `model`, whose weights are loaded; what is replaced gives its memory back.
 
-        `unquantized` and `quantization`: as in `LoadOptions`. Raises ConfigError.
+        `unquantized`, `quantization` and `int8_head`: as in `LoadOptions`. Raises ConfigError.
         """
         unquantized = unquantized or Unquantized()
         self._model = model
-        self._build = replace(build, linear=linear_methods({}, unquantized, quantization))
+        methods = linear_methods({}, unquantized, quantization)
+        if int8_head:  # embeddings are replaced only where they are the head
+            methods = imported(INT8_HEAD)(methods, unquantized, tied=True)
+        self._build = replace(build, linear=methods)
         self._plain = LinearMethods(unquantized)
-        self.is_quantized = quantization is not None
+        self.is_quantized = quantization is not None or int8_head
         self._switches: dict[str, Switch] = {}
         self._head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))

@@ -298,10 +298,11 @@ def start_ranks(
 ) -> tuple[Executor, Layout]:
     """The executor of the first of several ranks, as of `start`; all of them run. `lost`: as in `RankProcesses`."""
     layers = [range(len(spec.layers))]
-    if config.pipeline_parallel_size > 1:
-        outline = outline_model(folder, config.dtype, config.load_format, config.quantization)
-        layers = divide(outline, config.pipeline_parallel_size)
     device = resolve_device(config, config.first_rank)
+    if config.pipeline_parallel_size > 1:
+        given = config.dtype, config.load_format, config.quantization
+        outline = outline_model(folder, *given, int8_head=config.has_int8_head(device.type))
+        layers = divide(outline, config.pipeline_parallel_size)
     ranks = rank_of(config, config.first_rank, layers, draft)
     worker = Worker(config, folder, spec, device, startup, draft, ranks)
     release = Release(ranks, device, worker) if device.type == "cuda" else None
