@@ -37,6 +37,9 @@ Weights weights_of(const uint8_t* codes, Table table) {
 }
 inline Sums add_products(Sums sums, Weights weights, Inputs x) { return _mm512_dpbusd_epi32(sums, weights, x); }
 inline Sums added(Sums one, Sums other) { return _mm512_add_epi32(one, other); }
+inline Sums less(Sums sums, Sums one, int32_t times) {
+    return _mm512_sub_epi32(sums, _mm512_mullo_epi32(one, _mm512_set1_epi32(times)));
+}
 inline Floats to_floats(Sums sums) { return __builtin_convertvector((Integers)sums, Floats); }
 #elif defined(__AVX2__)
 struct Sums {
@@ -80,6 +83,11 @@ inline Sums add_products(Sums sums, Weights weights, Inputs x) {
 inline Sums added(Sums one, Sums other) {
     return {_mm256_add_epi32(one.low, other.low), _mm256_add_epi32(one.high, other.high)};
 }
+inline Sums less(Sums sums, Sums one, int32_t times) {
+    const __m256i factor = _mm256_set1_epi32(times);
+    return {_mm256_sub_epi32(sums.low, _mm256_mullo_epi32(one.low, factor)),
+            _mm256_sub_epi32(sums.high, _mm256_mullo_epi32(one.high, factor))};
+}
 inline Floats to_floats(Sums sums) {
     Integers whole;
     std::memcpy(&whole, &sums, sizeof whole);
@@ -120,7 +128,16 @@ inline Sums add_products(Sums sums, Weights weights, Inputs x) {
     return sums;
 }
 inline Sums added(Sums one, Sums other) { return one + other; }
+inline Sums less(Sums sums, Sums one, int32_t times) { return sums - one * times; }
 inline Floats to_floats(Sums sums) { return __builtin_convertvector(sums, Floats); }
 #endif
+
+// Sixteen codes of eight bits as `Sums`.
+inline Sums load_codes(const uint8_t* from) {
+    const Integers codes = load_widened<Bytes>(from);
+    Sums found;
+    std::memcpy(&found, &codes, sizeof found);
+    return found;
+}
 
 }  // namespace kvern

@@ -70,12 +70,13 @@ inline void even_ones_first(int8_t* codes, int64_t count) {
 struct Rounded {
     const int8_t* codes;   // [rows, width]
     const float* scale;    // [rows, runs]
-    const int32_t* start;  // [rows, runs]: what the weights' OFFSET adds to the sums, taken away
+    const int32_t* start;  // [rows, runs]: what the weights' OFFSET adds to the sums, taken away; the codes' sums where
+                           // `sums_have_zeros`
     const float* sums;     // [rows, groups], of a matrix with zeros
     int64_t width, run;
 };
 
-template <bool WIDE, class Number, int ROWS, int BLOCKS>
+template <bool WIDE, bool ZEROS, class Number, int ROWS, int BLOCKS>
 void multiply_tile(const KvernGroups& of, const Rounded& given, const Factors& factors, const Number* bias, Number* out,
                    int64_t outputs, int64_t row, int64_t block) {
     constexpr int64_t IN_WORD = WIDE ? STEP : 2 * STEP;
@@ -92,13 +93,23 @@ void multiply_tile(const KvernGroups& of, const Rounded& given, const Factors& f
     // A single row waits for memory: the blocks behind these are asked for, in the order in which they lie.
     const uint8_t* next = codes + BLOCKS * line;
     const float* scale = factors.scale_of(block);
+    const uint8_t* zero = static_cast<const uint8_t*>(of.zero) + (ZEROS ? block * groups * LANES : 0);
     for (int64_t group = 0, run = 0; group < groups; ++group, scale += LANES) {
         for (const int64_t last = (group + 1) * of.group / given.run; run < last; ++run) {
             Sums sums[ROWS][BLOCKS];
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
+            for (int b = 0; b < BLOCKS; ++b) {
+                Sums zeros;
+                if constexpr (ZEROS) zeros = added(load_codes(zero + b * groups * LANES), start(OFFSET));
 #pragma GCC unroll 8
-                for (int b = 0; b < BLOCKS; ++b) sums[r][b] = start(given.start[(row + r) * runs + run]);
+                for (int r = 0; r < ROWS; ++r) {
+                    const int32_t number = given.start[(row + r) * runs + run];
+                    if constexpr (ZEROS) {
+                        sums[r][b] = less(start(0), zeros, number);
+                    } else {
+                        sums[r][b] = start(number);
+                    }
+                }
             }
             const auto add_part = [&](auto part) {
                 Weights weights[BLOCKS];
@@ -137,8 +148,10 @@ void multiply_tile(const KvernGroups& of, const Rounded& given, const Factors& f
                     total[r][b] += to_floats(sums[r][b]) * (load(scale + b * groups * LANES) * of_run);
                 }
             }
+            if constexpr (ZEROS) zero += LANES;
         }
     }
+    if constexpr (ZEROS) return finish_tile(of, total, bias, out, outputs, row, block);
     // Apart from the loop above, which needs all registers.
     const float* offset = factors.offset_of(block);
     for (int64_t group = 0; of.zero != nullptr && group < groups; ++group, offset += LANES) {
@@ -249,6 +262,7 @@ void multiply(const KvernGroups& of, const Rounding& how, const Number* x, const
     int32_t* starts = reinterpret_cast<int32_t*>(sums + rows * groups);
     Number* sorted = reinterpret_cast<Number*>(starts + rows * runs);
     int8_t* codes = reinterpret_cast<int8_t*>(sorted + (of.order == nullptr ? 0 : rows * width));
+    const bool of_zeros = sums_have_zeros(of);
     constexpr int64_t OF_JOB = 8;
     parallel((rows + OF_JOB - 1) / OF_JOB, [&](int64_t job) {
         for (int64_t row = job * OF_JOB; row < rows && row < (job + 1) * OF_JOB; ++row) {
@@ -260,7 +274,7 @@ void multiply(const KvernGroups& of, const Rounding& how, const Number* x, const
                     const int64_t first = run * how.run, left = how.inputs - first;
                     float* used = scale + row * runs + run;
                     const int32_t sum = round_run(numbers + first, rounded + first, used, left, how);
-                    starts[row * runs + run] = -OFFSET * sum;
+                    starts[row * runs + run] = of_zeros ? sum : -OFFSET * sum;
                     in_all += *used * sum;
                     *used *= of.step;
                 }
@@ -283,10 +297,16 @@ void multiply(const KvernGroups& of, const Rounding& how, const Number* x, const
             return for_each_tile<TILE_ROWS_OF_ONE_RUN, TILE_BLOCKS, 1>(of, rows, outputs, tile);
         }
     }
-    const auto tile = [&](const Factors& factors, auto many, auto blocks, int64_t row, int64_t block) {
-        multiply_tile<WIDE, Number, many, blocks>(of, given, factors, bias, out, outputs, row, block);
+    const auto multiply_tiles_of = [&](auto zeros) {
+        const auto tile = [&](const Factors& factors, auto many, auto blocks, int64_t row, int64_t block) {
+            multiply_tile<WIDE, zeros, Number, many, blocks>(of, given, factors, bias, out, outputs, row, block);
+        };
+        for_each_tile<TILE_ROWS, TILE_BLOCKS, 1>(of, rows, outputs, tile);
     };
-    for_each_tile<TILE_ROWS, TILE_BLOCKS>(of, rows, outputs, tile);
+    if constexpr (!WIDE) {
+        if (of_zeros) return multiply_tiles_of(std::true_type());
+    }
+    multiply_tiles_of(std::false_type());
 }
 
 template <class Number>

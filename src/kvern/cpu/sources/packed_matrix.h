@@ -77,6 +77,12 @@ inline void convert(const void* from, int32_t kind, int64_t first, int64_t count
     }
 }
 
+// Whether zeros are parts of sums of integers: they are codes of four bits, one for each run.
+inline bool sums_have_zeros(const KvernGroups& of) {
+    const bool whole = of.zero != nullptr && of.zero_kind == UINT8_KIND && of.outer_zero == nullptr;
+    return whole && !of.wide && of.run == of.group && of.step == 1;
+}
+
 // A row's activations in the order of the columns.
 template <class Number>
 const Number* ordered(const KvernGroups& of, const Number* x, Number* into) {

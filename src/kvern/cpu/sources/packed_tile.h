@@ -21,7 +21,7 @@ public:
         offset_ = scale_ + count;
         convert(of.scale, of.scale_kind, begin, count, nullptr, scale_);
         if (of.outer != nullptr) multiply_outer(of.outer, of.outer_groups, begin, count, scale_);
-        if (of.zero == nullptr) return;
+        if (of.zero == nullptr || sums_have_zeros(of)) return;
         convert(of.zero, of.zero_kind, begin, count, of.outer_zero == nullptr ? scale_ : nullptr, offset_);
         if (of.outer_zero != nullptr) multiply_outer(of.outer_zero, of.outer_groups, begin, count, offset_);
     }
