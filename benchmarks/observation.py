@@ -34,7 +34,11 @@ class Unobserved(StepSeconds):
     def began(self, *given: Any) -> None:
         """See `StepSeconds`."""
 
-    awaits = ended = began
+    def awaits(self) -> None:
+        """See `StepSeconds`."""
+
+    def ended(self, now: float) -> None:
+        """See `StepSeconds`."""
 
 
 class Switched:

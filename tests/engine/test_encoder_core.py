@@ -59,8 +59,8 @@ class Noted(StepWatch):
         super().__init__(RunningFile(Path(os.devnull)), lambda _: None, 60.0)
         self.steps: list[list[str]] = []
 
-    def began(self, request_ids: Sequence[str], tokens: int | None = None, reach: int = 0) -> None:
-        super().began(request_ids, tokens, reach)
+    def began(self, request_ids: Sequence[str], now: float, tokens: int | None = None, reach: int = 0) -> None:
+        super().began(request_ids, now, tokens, reach)
         assert tokens is not None and tokens >= reach > 0
         self.steps.append(list(request_ids))
 

@@ -9,6 +9,7 @@ from kvern.engine.step_seconds import StepSeconds
 from kvern.observe.metrics import Metrics
 from kvern.planning.estimate import StepFactors
 from kvern.request.events import CAUSES, EngineStatistics, all_together
+from kvern.request.record import Lack
 from kvern.request.store_figures import StoreFigures
 from tests.support.random_lives import random_life
 from tests.support.simulated_device import Setup
@@ -30,10 +31,16 @@ class Clocked:
         return {cause: spent for cause, spent in zip(CAUSES, statistics.seconds, strict=True) if spent}
 
     def step(self, load: StepLoad, seconds: float) -> None:
-        self.seconds.began(load)
+        self.began(load)
         self.seconds.awaits()
         self.now += seconds
-        self.seconds.ended()
+        self.ended()
+
+    def began(self, load: StepLoad, lack: Lack | None = None) -> None:
+        self.seconds.began(load, self.now, lack)
+
+    def ended(self) -> None:
+        self.seconds.ended(self.now)
 
 
 def test_a_step_is_divided_as_the_estimates_are() -> None:
@@ -77,12 +84,12 @@ def test_nothing_is_divided_on_a_machine_of_unknown_speed() -> None:
 @pytest.mark.parametrize("lack", ["rows", "blocks", "adapter", "batch"])
 @pytest.mark.parametrize("factors", [FACTORS, None])
 def test_weights_that_are_read_for_few_while_others_wait_are_the_fault_of_what_these_lack(
-    lack: str, factors: StepFactors | None
+    lack: Lack, factors: StepFactors | None
 ) -> None:
     clocked = Clocked(factors)
-    clocked.seconds.began(StepLoad(rows=2, keys=100), lack)  # type: ignore[arg-type]
+    clocked.began(StepLoad(rows=2, keys=100), lack)
     clocked.now = 7.27
-    clocked.seconds.ended()
+    clocked.ended()
     assert clocked.spent[lack] == pytest.approx(6.0 if factors else 7.27)
     assert "weights" not in clocked.spent
 
@@ -116,15 +123,15 @@ def test_time_between_steps_that_only_look_for_what_a_tier_loads_is_the_tier_s()
 def test_a_step_that_had_ended_before_it_was_awaited_took_what_is_estimated() -> None:
     clocked, load = Clocked(overlaps=True), StepLoad(rows=1)
     whole = 6.0 + FACTORS.sums + FACTORS.sum_row
-    clocked.seconds.began(load)
+    clocked.began(load)
     clocked.now = 10.0
-    clocked.seconds.began(load)
+    clocked.began(load)
     clocked.seconds.awaits()
-    clocked.seconds.ended()
+    clocked.ended()
     assert clocked.spent["host"] == pytest.approx(10.0 - whole), "the next one was late"
     clocked.seconds.awaits()
     clocked.now = 20.0
-    clocked.seconds.ended()
+    clocked.ended()
     found = clocked.spent
     assert found["host"] == pytest.approx(10.0 - whole) and sum(found.values()) == pytest.approx(20.0)
 
@@ -134,10 +141,10 @@ def test_estimates_are_corrected_by_what_steps_take() -> None:
     for _ in range(100):
         clocked.step(load, 9.39)
     before = clocked.spent.get("host", 0.0)
-    clocked.seconds.began(load)
+    clocked.began(load)
     clocked.now += 20.0
     clocked.seconds.awaits()
-    clocked.seconds.ended()
+    clocked.ended()
     assert clocked.spent["host"] - before == pytest.approx(20.0 - 9.39, rel=0.01)
 
 

@@ -14,14 +14,14 @@ class Watched:
         self.file = folder / "running"
         self.now = 100.0
         self.told: list[float] = []
-        self.watch = StepWatch(RunningFile(self.file), self.told.append, longest, shortest, lambda: self.now)
+        self.watch = StepWatch(RunningFile(self.file), self.told.append, longest, shortest)
 
     def step(self, tokens: int, reach: int, seconds: float) -> float:
         """Make one; the silence that it was allowed."""
-        self.watch.began([f"{tokens}"], tokens, reach)
+        self.watch.began([f"{tokens}"], self.now, tokens, reach)
         allowed = self.watch.silence
         self.now += seconds
-        self.watch.ended()
+        self.watch.ended(self.now)
         return allowed
 
 
@@ -47,10 +47,10 @@ def test_a_slow_step_behind_a_quick_one_keeps_its_time(watched: Watched) -> None
         watched.step(1, 20, 0.02)
         watched.step(512, 512, 1.0)
     watched.told.clear()
-    watched.watch.began(["a"], 1, 20)
-    watched.watch.began(["b"], 512, 512)
+    watched.watch.began(["a"], watched.now, 1, 20)
+    watched.watch.began(["b"], watched.now, 512, 512)
     assert watched.told == [20.0]
-    watched.watch.ended()
+    watched.watch.ended(watched.now)
     assert watched.watch.silence == 20.0
     assert read_running(watched.file.read_bytes()) == ["b", "a"]
     watched.watch.forget()
@@ -59,9 +59,9 @@ def test_a_slow_step_behind_a_quick_one_keeps_its_time(watched: Watched) -> None
 
 def test_steps_of_which_no_size_is_known_may_always_take_long(watched: Watched) -> None:
     for _ in range(3):
-        watched.watch.began(["a"])
+        watched.watch.began(["a"], watched.now)
         assert watched.watch.silence == 60.0
-        watched.watch.ended()
+        watched.watch.ended(watched.now)
 
 
 def test_a_limit_that_was_asked_for_holds_for_all_steps(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_the_time_of_all_ranks_has_causes_and_their_steps_are_seen(ranked: LLM, 
     steps = read_steps(tmp_path / "ring")
     assert sum(step.tokens for step in steps) == after.computed_tokens - before.computed_tokens
     assert sum(step.rows for step in steps) == after.scheduled - before.scheduled
-    assert all(step.seconds > 0 and step.spent[-1] >= before.seconds[-1] for step in steps)
+    assert all(step.seconds > 0 for step in steps)
     core._ring = None
 
 

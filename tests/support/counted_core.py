@@ -60,7 +60,11 @@ class Unobserved(StepSeconds):
     def began(self, *given: Any) -> None:
         pass
 
-    awaits = ended = began
+    def awaits(self) -> None:
+        pass
+
+    def ended(self, now: float) -> None:
+        pass
 
 
 class AtOnce:

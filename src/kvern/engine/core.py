@@ -373,14 +373,15 @@ class EngineCore(EngineLoop):
         except BaseException:  # an interruption is nobody's fault
             self._undo(output)
             raise
-        self._seconds.ended()
+        now = self._clock()
+        self._seconds.ended(now)
         if self._layers is not None:
             self._layers.ended(self.executor.measured())
         if not (output.scheduled or any(result.reports.values())) and self.scheduler.cache.is_loading:
             self._rest()
         self._pace.ended()
         if self._watch is not None:
-            self._watch.ended()
+            self._watch.ended(now)
         self._stages.ended(output, result)
         if self.drafting is not None:
             self.drafting.ended(output, requests, result)
@@ -390,13 +391,13 @@ class EngineCore(EngineLoop):
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
         if self._handing.computed:
-            events = self._handing.withhold(events, output, self._clock())
+            events = self._handing.withhold(events, output, now)
         if self.drafting is not None:
             answered = [request for request, token_ids in zip(requests, result.token_ids, strict=True) if token_ids]
             self.drafting.propose(answered, len(self.scheduler.running))
         if self._ring is not None:
-            counts = len(requests), len(self.scheduler.waiting), self._counted.generation_tokens
-            self._ring.write(self._seconds.last, counts, self._seconds.spent)
+            waiting, generated = len(self.scheduler.waiting), self._counted.generation_tokens
+            self._ring.write(self._seconds.last, len(requests), waiting, generated)
         return events
 
     def _rest(self) -> None:
@@ -417,18 +418,18 @@ class EngineCore(EngineLoop):
         self._counted.prefill_tokens += load.prompt
         requests = [self.scheduler.by_id[request_id] for request_id in output.request_ids]
         self._stages.tell(output, requests)
+        now = self._clock()
         if output.joined:
-            now = self._clock()
             for request in requests:
                 request.queue.begun_at = request.queue.begun_at or now
         if self._watch is not None:
-            self._watch.began(output.request_ids, load.rows, load.reach)
+            self._watch.began(output.request_ids, now, load.rows, load.reach)
         self._pace.began(load, requests)
-        self._seconds.began(load, self.scheduler.blocked)
+        self._seconds.began(load, now, self.scheduler.blocked)
         if self._layers is not None:
             self._layers.began(output.step, load)
         if self._recorder is not None:
-            self._recorder.began(load.prompt > 0)
+            self._recorder.began(load)
         if self.drafting is not None:
             self.drafting.began(output, requests)
         self._in_flight.append((output, requests, self.executor.submit(output)))

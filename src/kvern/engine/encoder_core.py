@@ -146,9 +146,9 @@ class EncoderCore(EngineLoop):
             self._counted.prefill_tokens += tokens
             self._counted.scheduled += len(texts)
             names = [text.name for text in texts]
-            if self._watch is not None:
-                self._watch.began(names, tokens, max(text.spec.prompt_length for text in texts))
             began = time.monotonic()
+            if self._watch is not None:
+                self._watch.began(names, began, tokens, max(text.spec.prompt_length for text in texts))
             for name in names:
                 del self._waiting[name]
             if self._recorder is not None:
@@ -172,7 +172,7 @@ class EncoderCore(EngineLoop):
         except Exception as error:
             return self._blame([text for text in step.texts if text.name not in step.aborted], error)
         if self._watch is not None:
-            self._watch.ended()
+            self._watch.ended(time.monotonic())
         self._counted.encoded_images += sum(text.picture is not None for text in step.texts)
         return [
             TokenEvent(
@@ -230,7 +230,7 @@ class EncoderCore(EngineLoop):
         """End the text whose step failed, or have halves of the step run apart from each other."""
         self._runner.abandon()
         if self._watch is not None:
-            self._watch.ended()
+            self._watch.ended(time.monotonic())
         if len(texts) > 1:
             if self._recorder is not None:
                 self._recorder.failed([text.name for text in texts])

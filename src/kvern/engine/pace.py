@@ -75,8 +75,10 @@ class Pace:
 
     def time(self, head: Request | None) -> StepTime | None:
         """Returns the target of the next step; `head` is the first waiting request."""
+        if self.costs is None:
+            return None
         self._asked = self._clock()
-        if self.costs is None or not self.target:
+        if not self.target:
             return None
         seconds = self._step_target
         if self._yields and head is not None and not head.queue.begun_at:
@@ -102,8 +104,10 @@ class Pace:
 
     def awaits(self) -> None:
         """Notes that the result of the oldest step is about to be awaited, with the newest just launched."""
+        if not self._begun or self._begun[0] is UNTIMED:
+            return
         self._awaited = self._clock()
-        load, began, _ = self._begun[-1] if len(self._begun) > 1 else (None, 0.0, None)
+        load, began, _ = self._begun[-1] if len(self._begun) > 1 else UNTIMED
         if load is not None:
             self._launching = self._awaited - began
 

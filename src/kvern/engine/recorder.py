@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvern.engine.step_load import StepLoad
 from kvern.request.record import MOST_CHUNKS, Chunk, Drafts, Gap, Lack, Loss, OwnWait, RequestRecord, Wait
 from kvern.request.request import FinishReason, Request, State
 from kvern.request.request_log import RequestLog
@@ -47,15 +48,14 @@ class DecodeRun:
         self.logs = [request.answer.log for request in requests if request.answer.log is not None]
         self.last = now
 
-    def goes_on(self, output: SchedulerOutput, now: float) -> bool:
-        """Counts a step that has ended, if it decodes the same requests, one token each; returns whether it does."""
-        if self.request_ids is None or output.token_count != len(self.request_ids):
-            return False
-        if output.request_ids != self.request_ids:
+    def goes_on(self, request_ids: list[str], now: float) -> bool:
+        """Counts a step of one token each that has ended, if it is of the same requests; returns whether it is."""
+        if request_ids != self.request_ids:
             return False
         self.steps += 1
-        if now - self.last > self.longest:
-            self.longest = now - self.last
+        gap = now - self.last
+        if gap > self.longest:
+            self.longest = gap
             self.began = self.last
         self.last = now
         return True
@@ -89,8 +89,8 @@ class Recorder:
         self._now = clock()
         self._lack: Wait = "queue"
         self._waited: dict[Wait, float] = dict.fromkeys(COMMON, 0.0)
-        self._begun: deque[tuple[float, bool]] = deque()
-        """When each step in flight was submitted, and whether it computes a part of a prompt."""
+        self._begun: deque[tuple[float, StepLoad]] = deque()
+        """When each step in flight was submitted, and its load."""
         self._read = -math.inf
         """When the last step with a part of a prompt ended."""
         self._searches = 0
@@ -160,7 +160,7 @@ class Recorder:
         if log is None:
             return
         log.reading = True
-        log.lost = self._now, loss
+        log.lost = self._tick(), loss
         if loss != "preempted":
             log.undone += 1
             return
@@ -197,9 +197,9 @@ class Recorder:
             self._tick()
             self._lack = lack or "queue"
 
-    def began(self, reads: bool) -> None:
-        """The planned step is submitted; `reads`: it computes a part of a prompt."""
-        self._begun.append((self._clock(), reads))
+    def began(self, load: StepLoad) -> None:
+        """The planned step is submitted."""
+        self._begun.append((self._clock(), load))
 
     def undone(self) -> None:
         """The steps in flight are lost."""
@@ -208,12 +208,13 @@ class Recorder:
 
     def ended(self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput) -> None:
         """The oldest step in flight has brought this, of which requests do not know yet."""
-        now, others = self._tick(), len(requests) - 1
-        began, reads = self._begun.popleft()
-        if self._run.goes_on(output, now):
+        began, load = self._begun.popleft()
+        is_single = load.rows == len(requests)
+        if is_single and self._run.goes_on(output.request_ids, self._clock()):
             return
         self._run.end()
-        if reads:
+        now, others = self._tick(), len(requests) - 1
+        if load.prompt:
             self._read = now
         decodes = not self._searches
         rows: Iterable[tuple[Request, ScheduledTokens, list[int]]]
@@ -235,7 +236,7 @@ class Recorder:
                 if now - log.last > log.longest:
                     self._longest(log)
                 log.last = now
-        if decodes and output.token_count == len(requests):
+        if decodes and is_single:
             self._run.begin(output.request_ids, requests, now)
 
     def _reads(self, log: RequestLog, request: Request, item: ScheduledTokens, began: float) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvern.engine.step_load import StepLoad
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class StepBudget:
             limit = min(limit, self._time.costs.encoding_within(spare))
         encoding = compute(ENCODING * limit)
         if encoding:
-            self._load = self._load._replace(encoding=encoding)
+            self._load = replace(self._load, encoding=encoding)
             self.tokens -= math.ceil(encoding) if self._chunked else 0
         return encoding
 

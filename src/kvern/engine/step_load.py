@@ -1,12 +1,13 @@
 """The work of a step, by which its time is predicted."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+
+import msgspec
 
 from kvern.request.step import ScheduledTokens
 
 
-class StepLoad(NamedTuple):
+class StepLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The work of a step: `rows` tokens, decodes that read `keys`, and `pairs` of prompt tokens and keys.
 
     `encoding`: what an encoder of images does besides, as about so many tokens. `prompt`: how many of the rows are

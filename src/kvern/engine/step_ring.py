@@ -14,22 +14,22 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvern.io.files import reason
-from kvern.request.events import CAUSES
 
 logger = logging.getLogger("kvern")
 FOLDER = Path("/dev/shm")  # noqa: S108 (the files have random names, and are never opened through links)
 """Memory: a step never waits for a disk."""
 PREFIX = "kvern-steps-"
-HEADER = b"kvern steps 1".ljust(64, b"\0")
+HEADER = b"kvern steps 2".ljust(64, b"\0")
 STEPS = 4096
-STEP = struct.Struct(f"@Qdd4q{len(CAUSES)}dQ")
-SIZE = len(HEADER) + STEPS * STEP.size
+STEP = struct.Struct("@Qdd4qQ")
+FIRST, RECORD = len(HEADER), STEP.size
+SIZE = FIRST + STEPS * RECORD
 
 
 class Step(NamedTuple):
@@ -44,8 +44,6 @@ class Step(NamedTuple):
     waiting: int
     generated: int
     """The tokens of answers since the engine's start."""
-    spent: Sequence[float]
-    """The seconds of each of `CAUSES` since the engine's start."""
 
 
 def ring_path(folder: str | Path) -> Path:
@@ -70,10 +68,12 @@ class StepRing:
             os.close(descriptor)
             raise
 
-    def write(self, last: tuple[float, float, int], counts: tuple[int, int, int], spent: Sequence[float]) -> None:
-        """Writes a step: `last` has its end, seconds and tokens; `counts` rows, who waits, and what is generated."""
+    def write(self, last: tuple[float, float, int], rows: int, waiting: int, generated: int) -> None:
+        """Writes a step, as in `Step`; `last` has its end, seconds and tokens."""
         self._count = count = self._count + 1
-        self._pack(self._memory, len(HEADER) + count % STEPS * STEP.size, count, *last, *counts, *spent, count)
+        ended, seconds, tokens = last
+        place = FIRST + count % STEPS * RECORD
+        self._pack(self._memory, place, count, ended, seconds, tokens, rows, waiting, generated, count)
 
 
 def make_ring(folder: Path) -> StepRing | None:
@@ -98,7 +98,7 @@ def read_steps(path: str | Path) -> list[Step]:
     if len(content) != SIZE or not content.startswith(HEADER):
         raise ValueError("it is not a file of steps of this version of kvern")
     found = (
-        Step._make((*record[:7], record[7:-1]))
+        Step._make(record[:-1])
         for record in STEP.iter_unpack(memoryview(content)[len(HEADER) :])
         if record[0] and record[0] == record[-1]
     )

@@ -1,7 +1,7 @@
 """A watch on an engine's steps for the server: the requests of the running steps, and the limit of silence."""
 
+import math
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ class RunningFile:
         self._descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
         self._written: list[str] = []
 
-    def write(self, request_ids: list[str]) -> None:
+    def write(self, request_ids: Sequence[str]) -> None:
         """These are computed from now on, and those of the call before may be still."""
         if request_ids == self._written:
             return
@@ -61,7 +61,6 @@ class StepWatch:
         tell: Callable[[float], None],
         longest: float,
         shortest: float = SHORTEST_SILENCE,
-        clock: Callable[[], float] = time.monotonic,
         ring: StepRing | None = None,
     ) -> None:
         self.ring = ring
@@ -69,9 +68,10 @@ class StepWatch:
         self._tell = tell
         self._longest = longest
         self._shortest = min(shortest, longest)
-        self._clock = clock
         self._least: dict[tuple[int, int], float] = {}
-        """Seconds that steps took, by the lengths in bits of their two sizes."""
+        """The fewest seconds that steps took, by the lengths in bits of their two sizes."""
+        self._limits: dict[tuple[int, int] | None, float] = {}
+        """The limits that follow from these."""
         self._begun: deque[tuple[tuple[int, int] | None, float, float]] = deque()
         """The sizes, the limit and the start of each running step."""
         self._ended = 0.0
@@ -81,29 +81,29 @@ class StepWatch:
         """Seconds for which nothing may be heard now."""
         return max((limit for _, limit, _ in self._begun), default=self._shortest)
 
-    def began(self, request_ids: Sequence[str], tokens: int | None = None, reach: int = 0) -> None:
+    def began(self, request_ids: Sequence[str], now: float, tokens: int | None = None, reach: int = 0) -> None:
         """A step is about to begin.
 
         request_ids  the requests that it computes
+        now          the time by a clock that never goes back
         tokens       that it computes; None: nobody knows
         reach        one more than the highest position that it computes
         """
-        self._running.write(list(request_ids))
+        self._running.write(request_ids)
         sizes = None if tokens is None else (tokens.bit_length(), reach.bit_length())
-        least = None if sizes is None else self._least.get(sizes)
-        limit = self._longest if least is None else min(self._longest, max(self._shortest, TIMES * least))
-        if limit > self.silence:
+        limit = self._limits.get(sizes, self._longest)
+        if limit > self._shortest and limit > self.silence:  # which is never below the shortest
             self._tell(limit)
-        self._begun.append((sizes, limit, self._clock()))
+        self._begun.append((sizes, limit, now))
 
-    def ended(self) -> None:
+    def ended(self, now: float) -> None:
         """The oldest step that runs has ended."""
         sizes, _, began = self._begun.popleft()
-        now = self._clock()
-        if sizes is not None:
-            took = now - max(began, self._ended)
-            self._least[sizes] = min(took, self._least.get(sizes, took))
+        took = now - (began if began > self._ended else self._ended)
         self._ended = now
+        if sizes is not None and took < self._least.get(sizes, math.inf):
+            self._least[sizes] = took
+            self._limits[sizes] = min(self._longest, max(self._shortest, TIMES * took))
 
     def forget(self) -> None:
         """The steps that run are given up."""

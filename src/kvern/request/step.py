@@ -1,10 +1,11 @@
 """Messages of one step: from the engine to the runner, as differences, and the results."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
+from msgspec import field
 
 from kvern.request.logprobs import LogprobRows
 from kvern.request.request import RequestSpec
@@ -98,8 +99,7 @@ class ExtensionMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 Message = TypeVar("Message", bound=ExtensionMessage)
 
 
-@dataclass
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct):
     """One step. Its parts are carried out in order: adapters, block copies, forks, joins and growth, then tokens.
 
     A step may have nothing to compute when an extension of the KV cache has a message. Rows that left need no message:
@@ -169,8 +169,7 @@ class BeamCandidates(NamedTuple):
 OUT_OF_TOKENS = ""
 
 
-@dataclass
-class ModelRunnerOutput:
+class ModelRunnerOutput(msgspec.Struct):
     """The sampled tokens of one step, one entry for each entry of `scheduled`."""
 
     token_ids: list[list[int]]

@@ -207,10 +207,10 @@ class DPAttentionCore(EngineLoop):
             raise
 
     def _turn(self) -> list[TokenEvent]:
-        if self._watch is not None:
-            self._watch.began([name for rank in self._ranks for name in rank.answer_ids])
         first, *others = self._ranks
         began = time.monotonic()
+        if self._watch is not None:
+            self._watch.began([name for rank in self._ranks for name in rank.answer_ids], began)
         before = self._sum("computed_tokens"), self._sum("scheduled")
         self._executor.begin_turn()
         self._others.send_each([rank.take() for rank in others])
@@ -218,13 +218,13 @@ class DPAttentionCore(EngineLoop):
         events = first.hear(own, self._core.statistics(), self._core.has_work)
         for rank, taken in zip(others, self._others.turns(self._seconds), strict=True):
             events += rank.hear(taken.events, taken.statistics, taken.has_work)
-        if self._watch is not None:
-            self._watch.ended()
         self._until = time.monotonic()
+        if self._watch is not None:
+            self._watch.ended(self._until)
         if self._ring is not None:
             last = self._until, self._until - began, self._sum("computed_tokens") - before[0]
-            counts = self._sum("scheduled") - before[1], self._sum("waiting"), self._sum("generation_tokens")
-            self._ring.write(last, counts, self._spent())
+            rows = self._sum("scheduled") - before[1]
+            self._ring.write(last, rows, self._sum("waiting"), self._sum("generation_tokens"))
         return events
 
     def _sum(self, counter: str) -> int:

@@ -203,7 +203,7 @@ class FittedPrice(Price):
         if known is None:
             if len(self._known) >= KNOWN:
                 self._known.clear()
-            plain = load._replace(keys=0, pairs=0.0)
+            plain = msgspec.structs.replace(load, keys=0, pairs=0.0)
             known = self._known[sizes] = self._fit.seconds(StepWork(plain, requests, joined))
         return known
 

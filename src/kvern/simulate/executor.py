@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvern.engine.step_load import StepLoad, load_of
 from kvern.request.layer_times import MeasuredStep
@@ -50,7 +51,7 @@ class Price(ABC):
         """Returns the times of the next steps, in which all rows decode; the first has this load."""
         rows, keys = load.rows, load.keys
         return np.array(
-            [self.seconds(load._replace(keys=keys + rows * step), rows, 0) for step in range(steps)], np.float64
+            [self.seconds(replace(load, keys=keys + rows * step), rows, 0) for step in range(steps)], np.float64
         )
 
     def mark(self) -> Any:
@@ -176,7 +177,7 @@ class SimulatedExecutor:
         if flying is not None and not drawn:
             self._drawn = self._seconds(flying.output)
         elif flying is None and drawn:
-            load = load._replace(keys=load.keys + load.rows, reach=load.reach + 1)
+            load = replace(load, keys=load.keys + load.rows, reach=load.reach + 1)
         known = [begun] if self._drawn is None else [begun, self._drawn]
         times = np.concatenate((known, self.price.decodes(load, steps + 1 - len(known))))
         self._ahead = _Ahead(load, times, np.add.accumulate(times), len(known) - 1, drawn, mark)
