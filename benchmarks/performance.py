@@ -16,6 +16,8 @@ from benchmarks.figures import cases, filled, number, of, passages, read, under_
 from benchmarks.figures import offline as of_record
 from benchmarks.picture import Compared, picture
 
+from kvern.bench.record import Figure
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
 README = ROOT / "README.md"
@@ -187,6 +189,13 @@ def drawn() -> str:
     )
 
 
+def beside(ours: Figure, theirs: Figure) -> str:
+    """Two speeds and their ratio, and the ratios of rounds where they differ by more than a tenth."""
+    rounds = [here / there for here, there in zip(ours.runs, theirs.runs, strict=True)]
+    text = f"{ours.median:.0f} / {theirs.median:.0f} = {ours.median / theirs.median:.2f}"
+    return f"{text} ({min(rounds):.2f}-{max(rounds):.2f})" if max(rounds) > 1.1 * min(rounds) else text
+
+
 def on_cpus() -> Iterator[Sequence[str]]:
     """Rows of `benchmarks/cpu.py`: shape, load, precision, the other engine, and speeds with one and two threads."""
     found = cases("cpu.json")
@@ -194,9 +203,8 @@ def on_cpus() -> Iterator[Sequence[str]]:
         for load, ours, theirs in CASES:
             cells = []
             for threads in ("1 thread", "2 threads"):
-                speeds = found[f"{shape}, {threads}, {load}"].figures
-                here, there = speeds[ours].median, speeds[theirs].median
-                cells.append(f"{here:.0f} / {there:.0f} = {here / there:.2f}")
+                case = found.get(f"{shape}, {threads}, {load}")
+                cells.append("" if case is None else beside(case.figures[ours], case.figures[theirs]))
             yield shape, load, ours.removeprefix("kvern").strip() or "bfloat16", theirs, *cells
 
 

@@ -41,11 +41,13 @@ from kvern.serving.chats import (
     one_for_each,
 )
 from kvern.serving.python_api import PythonApi
-from kvern.serving.several import SeveralEngines
 from kvern.serving.shared_engine import SharedEngine, check_process
 from kvern.spec.model import ModelSpec
 from kvern.tools.chat import DEFAULT_PROMPT, ChatRequest, PromptOptions
 from kvern.tools.definitions import NO_TOOLS, ToolUse
+
+SEVERAL = "kvern.serving.several:SeveralEngines"
+"""Clients of engines in processes of their own, of which an engine within this process needs nothing."""
 
 __all__ = ["LLM", "CompletionOutput", "FailedRequest", "RequestOutput", "Score"]
 
@@ -82,7 +84,7 @@ class LLM(PythonApi):
         if not several:
             LLM._process = LLM._process or os.getpid()
             check_process(LLM._process)
-        self._engine = SeveralEngines(config) if several else Engine(config)
+        self._engine = imported(SEVERAL)(config) if several else Engine(config)
         self._shared = SharedEngine(self._engine)
         self._numbers = itertools.count()
 
