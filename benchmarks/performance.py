@@ -203,8 +203,8 @@ def on_cpus() -> Iterator[Sequence[str]]:
         for load, ours, theirs in CASES:
             cells = []
             for threads in ("1 thread", "2 threads"):
-                case = found.get(f"{shape}, {threads}, {load}")
-                cells.append("" if case is None else beside(case.figures[ours], case.figures[theirs]))
+                speeds = found[f"{shape}, {threads}, {load}"].figures
+                cells.append(beside(speeds[ours], speeds[theirs]))
             yield shape, load, ours.removeprefix("kvern").strip() or "bfloat16", theirs, *cells
 
 
