@@ -17,6 +17,7 @@ from kvern.engine.queues import AGED, POLICIES
 from kvern.engine.recorder import Recorder
 from kvern.engine.scheduler import Scheduler
 from kvern.engine.step_costs import StepCosts
+from kvern.engine.step_load import StepLoad
 from kvern.planning.estimate import StepFactors
 from kvern.planning.hardware import CARDS
 from kvern.request.events import TokenEvent
@@ -63,6 +64,18 @@ FACTORS = StepFactors([6.0] * 8, 1.0, 0.001, [(0, 0.01)], 0.0, 0.25, 0.01, 0.0, 
 FAILURE = "its step failed: StepFailed: as planned"
 
 
+class DeviceRecorder(Recorder):
+    """Notes steps by its own clock, on which the host takes no time."""
+
+    def began(self, load: StepLoad, now: float) -> None:
+        super().began(load, self._clock())
+
+    def ended(
+        self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput, now: float
+    ) -> None:
+        super().ended(output, requests, result, self._clock())
+
+
 class SimulatedEngine:
     """Runs requests and checks, at every step, what must always hold."""
 
@@ -87,7 +100,7 @@ class SimulatedEngine:
         self.host_seconds = 0.0
         self.longer_rests = 0.0
         """The seconds by which each rest of the core is longer on its clock."""
-        recorder = Recorder(lambda: self.device.clock + sum(self.rests))
+        recorder = DeviceRecorder(lambda: self.device.clock + sum(self.rests))
         timing = CoreTiming(pace, clock=self._clock, sleep=self._rest, factors=lambda: factors, recorder=recorder)
         self.core = EngineCore(self.scheduler, self, setup.depth, drafting=drafting, timing=timing)
         self.core._handing.begin = lambda _: None  # type: ignore[method-assign]  # ends of prompts are told at once

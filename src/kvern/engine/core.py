@@ -360,8 +360,9 @@ class EngineCore(EngineLoop):
     def _collect_oldest(self) -> list[TokenEvent]:
         """Wait for the oldest step in flight. Raises what breaks the executor itself."""
         output, requests, future = self._in_flight.popleft()
-        self._pace.awaits()
-        self._seconds.awaits()
+        if self._depth > 1:
+            self._pace.awaits()
+            self._seconds.awaits()
         try:
             result = future.result()
         except StepLost:
@@ -386,7 +387,7 @@ class EngineCore(EngineLoop):
         if self.drafting is not None:
             self.drafting.ended(output, requests, result)
         if self._recorder is not None:
-            self._recorder.ended(output, requests, result)
+            self._recorder.ended(output, requests, result, now)
         self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
@@ -429,7 +430,7 @@ class EngineCore(EngineLoop):
         if self._layers is not None:
             self._layers.began(output.step, load)
         if self._recorder is not None:
-            self._recorder.began(load)
+            self._recorder.began(load, now)
         if self.drafting is not None:
             self.drafting.began(output, requests)
         self._in_flight.append((output, requests, self.executor.submit(output)))

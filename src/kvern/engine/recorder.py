@@ -48,17 +48,14 @@ class DecodeRun:
         self.logs = [request.answer.log for request in requests if request.answer.log is not None]
         self.last = now
 
-    def goes_on(self, request_ids: list[str], now: float) -> bool:
-        """Counts a step of one token each that has ended, if it is of the same requests; returns whether it is."""
-        if request_ids != self.request_ids:
-            return False
+    def goes_on(self, now: float) -> None:
+        """Counts a step of one token each of the same requests, which has ended."""
         self.steps += 1
         gap = now - self.last
         if gap > self.longest:
             self.longest = gap
             self.began = self.last
         self.last = now
-        return True
 
     def end(self) -> None:
         """Notes the steps in the logs."""
@@ -97,9 +94,10 @@ class Recorder:
         """The number of beam searches."""
         self._run = DecodeRun()
 
-    def _tick(self) -> float:
-        """Let time pass until now."""
-        now = self._clock()
+    def _tick(self, now: float | None = None) -> float:
+        """Let time pass until now, by the clock if the caller has not just looked at it."""
+        if now is None:
+            now = self._clock()
         self._waited[self._lack] += now - self._now
         self._now = now
         return now
@@ -197,23 +195,27 @@ class Recorder:
             self._tick()
             self._lack = lack or "queue"
 
-    def began(self, load: StepLoad) -> None:
+    def began(self, load: StepLoad, now: float) -> None:
         """The planned step is submitted."""
-        self._begun.append((self._clock(), load))
+        self._begun.append((now, load))
 
     def undone(self) -> None:
         """The steps in flight are lost."""
         self._begun.clear()
         self._run.end()
 
-    def ended(self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput) -> None:
+    def ended(
+        self, output: SchedulerOutput, requests: Sequence[Request], result: ModelRunnerOutput, now: float
+    ) -> None:
         """The oldest step in flight has brought this, of which requests do not know yet."""
         began, load = self._begun.popleft()
         is_single = load.rows == len(requests)
-        if is_single and self._run.goes_on(output.request_ids, self._clock()):
+        if is_single and output.request_ids == self._run.request_ids:
+            self._run.goes_on(now)
             return
         self._run.end()
-        now, others = self._tick(), len(requests) - 1
+        self._tick(now)
+        others = len(requests) - 1
         if load.prompt:
             self._read = now
         decodes = not self._searches

@@ -91,14 +91,14 @@ class StepSeconds:
 
     def began(self, load: StepLoad, now: float, lack: Lack | None = None) -> None:
         """A step is about to be submitted, while the best waiting request has this `lack`."""
-        if not self._begun:
-            self._pass(HOST if load.rows or load.encoding else TIER, now)
+        if not self._begun:  # like `_pass`
+            self._spent[HOST if load.rows or load.encoding else TIER] += now - self._until
+            self._until = now
         self._begun.append((load, lack, now))
 
     def awaits(self) -> None:
-        """The result of the oldest step is about to be awaited."""
-        if self._overlaps:
-            self._awaited = self._clock()
+        """The result of the oldest step is about to be awaited; nobody needs to say so if steps do not overlap."""
+        self._awaited = self._clock()
 
     def ended(self, now: float) -> None:
         """The result of the oldest step has come."""

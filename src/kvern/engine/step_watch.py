@@ -19,14 +19,13 @@ class RunningFile:
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-        self._written: list[str] = []
+        self.written: list[str] = []
+        """The requests of the last call."""
 
     def write(self, request_ids: Sequence[str]) -> None:
         """These are computed from now on, and those of the call before may be still."""
-        if request_ids == self._written:
-            return
-        content = msgspec.msgpack.encode([*request_ids, *set(self._written).difference(request_ids)])
-        self._written = list(request_ids)
+        content = msgspec.msgpack.encode([*request_ids, *set(self.written).difference(request_ids)])
+        self.written = list(request_ids)
         os.pwrite(self._descriptor, len(content).to_bytes(LENGTH_BYTES, "little") + content, 0)
 
 
@@ -74,6 +73,8 @@ class StepWatch:
         """The limits that follow from these."""
         self._begun: deque[tuple[tuple[int, int] | None, float, float]] = deque()
         """The sizes, the limit and the start of each running step."""
+        self._quick = None, self._shortest, 0.0
+        """Any step whose limit cannot become shorter."""
         self._ended = 0.0
 
     @property
@@ -89,18 +90,26 @@ class StepWatch:
         tokens       that it computes; None: nobody knows
         reach        one more than the highest position that it computes
         """
-        self._running.write(request_ids)
+        if request_ids != self._running.written:
+            self._running.write(request_ids)
         sizes = None if tokens is None else (tokens.bit_length(), reach.bit_length())
         limit = self._limits.get(sizes, self._longest)
-        if limit > self._shortest and limit > self.silence:  # which is never below the shortest
-            self._tell(limit)
-        self._begun.append((sizes, limit, now))
+        if limit > self._shortest:
+            if limit > self.silence:  # which is never below the shortest
+                self._tell(limit)
+            self._begun.append((sizes, limit, now))
+        else:
+            self._begun.append(self._quick)
 
     def ended(self, now: float) -> None:
         """The oldest step that runs has ended."""
-        sizes, _, began = self._begun.popleft()
-        took = now - (began if began > self._ended else self._ended)
+        step = self._begun.popleft()
+        before = self._ended
         self._ended = now
+        if step is self._quick:
+            return
+        sizes, _, began = step
+        took = now - max(began, before)
         if sizes is not None and took < self._least.get(sizes, math.inf):
             self._least[sizes] = took
             self._limits[sizes] = min(self._longest, max(self._shortest, TIMES * took))
