@@ -388,7 +388,8 @@ class EngineCore(EngineLoop):
             self.drafting.ended(output, requests, result)
         if self._recorder is not None:
             self._recorder.ended(output, requests, result, now)
-        self._trial.passed(reached(output, requests, result))
+        if self._trial.units is not None:
+            self._trial.passed(reached(output, requests, result))
         self.scheduler.cache.completed(output.step if self._in_flight else self.scheduler.step)
         events = self._collect(output, requests, result)
         if self._handing.computed:

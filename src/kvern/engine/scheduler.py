@@ -66,6 +66,8 @@ class PendingForks:
 
     def tell(self, output: SchedulerOutput) -> None:
         """Let a step that was planned do it."""
+        if not self._forks:
+            return
         forks = self._forks.values()
         output.forked = [fork for fork, _, _ in forks]
         output.copies[:0] = [copied for _, copies, _ in forks for copied in copies]
@@ -188,8 +190,9 @@ class Scheduler:
         `wanted` says how many drafts of a request the device should guess; None: none. `begin`: see `in_turn`.
         """
         self.step += 1
-        for request in self.shares.giving_way(self.step):
-            self._preempt(request)
+        if self.shares.has_lacking:
+            for request in self.shares.giving_way(self.step):
+                self._preempt(request)
         self._wanted, preempted = wanted, self.preemption_count
         output = SchedulerOutput(self.step)
         self.waiting.loaded(self.cache.ready())

@@ -47,6 +47,11 @@ class Shares:
         """Notes a lack of resources, for which requests may be preempted in the next step."""
         self._lacking[lacking.request] = lacking
 
+    @property
+    def has_lacking(self) -> bool:
+        """True if requests lacked something in the last step, for which others may give way."""
+        return bool(self._lacking)
+
     def giving_way(self, step: int) -> Iterator[Request]:
         """Yields the requests to preempt for those without room. The caller preempts each before it takes the next."""
         all_lacking, self._lacking = list(self._lacking.values()), {}
@@ -133,6 +138,8 @@ def _longest(request: Request) -> int:
 
 def by_owners(requests: Sequence[Request], step: int) -> Sequence[Request]:
     """Returns the requests grouped by owner; the owners take turns at being first, step by step."""
+    if len(requests) < 2:
+        return requests
     owners = list(dict.fromkeys(request.owner for request in requests))
     if len(owners) < 2:
         return requests
