@@ -76,7 +76,7 @@ def test_what_layers_of_a_rank_launch_was_launched_at_start(
     ranks.peers = PeerSums(memory, 48, torch.float32)
     ranks.peers.ways = ["whole"] * len(TIMED_ROWS)
     with recorded(monkeypatch) as launched:
-        sampled(folder, ranks, tensor_parallel_size=2, quantization=quantization)
+        sampled(folder, ranks, tensor_parallel_size=2, quantization=quantization, head_quantization="none")
     known = recorded_at_start(made, monkeypatch)
     assert {name for name, _ in launched} >= {"_peer_sum_kernel"}
     of_layers = ("_matvec", "_small_matmul", "_packed", "_scale", "_quantize", "_rms_norm", "_coded", "_gated", "_peer")

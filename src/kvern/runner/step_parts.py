@@ -4,9 +4,10 @@ The limit is found by trying: what is run again in parts is the step that failed
 that has changed states of layers cannot be run again: it is lost, and what is planned in its place runs in parts.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
+
+from msgspec.structs import replace
 
 from kvern.errors import in_a_line
 from kvern.request.logprobs import joined
@@ -105,7 +106,7 @@ class _Unsent:
         self._execute, self._output = execute, output
 
     def execute(self, scheduled: Sequence[ScheduledTokens]) -> StepResult:
-        part = dataclasses.replace(self._output, scheduled=list(scheduled))
+        part = replace(self._output, scheduled=list(scheduled))
         self._output = SchedulerOutput(self._output.step)
         return self._execute(part)
 
