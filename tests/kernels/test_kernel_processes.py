@@ -40,6 +40,28 @@ for launch in plain.values():
 print(found, "sympy" in sys.modules)
 """
 
+RECORDED = """
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from kvern.config import EngineConfig
+from kvern.layers.tuned_linear import TunedLinear
+from kvern.models.loader import outline_model, read_config, stored_methods
+from kvern.runner import kernel_check
+from kvern.runner.dummy_steps import META
+from kvern.runner.loaded_model import Stored
+from kvern.runner.recorded_kernels import record_launches
+
+triton.runtime.driver.set_active(kernel_check.TargetDriver(GPUTarget("cuda", 90, 32)))
+for name, quantization in (("gpt-oss-20b", None), ("llama-3.1-8b", "int4"), ("qwen3.6-35b-a3b", "fp8")):
+    folder = Path("benchmarks/models") / name
+    outline = outline_model(folder, "auto", "dummy", quantization)
+    methods = stored_methods(read_config(folder), outline.spec, [], TunedLinear(META, "auto"), quantization)
+    stored = Stored(outline.spec, methods)
+    launches = record_launches(EngineConfig(str(folder)), torch.bfloat16, stored, drafts=False)
+    print(name, any(launch.group == "hopper_linear" for launch in launches.values()))
+"""
+
 
 NAMES = """
 import importlib, inspect, pkgutil
@@ -78,6 +100,14 @@ def test_a_kernels_name_does_not_depend_on_what_was_launched_before(tmp_path: Pa
     done = without_interpreter(NAMES, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "True"
+
+
+def test_kernels_of_quantized_models_are_known_without_weights(tmp_path: Path) -> None:
+    """On a Hopper GPU some of them are for it alone."""
+    done = without_interpreter(RECORDED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = ("gpt-oss-20b", "llama-3.1-8b", "qwen3.6-35b-a3b")
+    assert done.stdout.split("\n")[:-1] == [f"{name} True" for name in names]
 
 
 def test_launches_find_what_processes_compiled(tmp_path: Path) -> None:

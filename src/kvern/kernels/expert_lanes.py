@@ -42,11 +42,13 @@ def knows_lanes(code: str, group: int, scale: str, inputs: int) -> bool:
 
 
 def fits_lanes(weight: Packed) -> bool:
-    """True if a loaded matrix can be stored in lanes."""
+    """True if a loaded matrix can be stored in lanes; one without memory could, as checkpoints' scales are small."""
     if weight.scale is None or weight.factor is not None:
         return False
     inputs, scale = 2 * weight.codes.shape[-1], str(weight.scale.dtype).removeprefix("torch.")
-    return knows_lanes(weight.code, weight.group, scale, inputs) and int(weight.scale.max()) <= LARGEST_SCALE
+    if not knows_lanes(weight.code, weight.group, scale, inputs):
+        return False
+    return weight.scale.is_meta or int(weight.scale.max()) <= LARGEST_SCALE
 
 
 def in_lanes(weight: Packed) -> LaneWeight:
