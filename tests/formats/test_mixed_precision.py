@@ -246,6 +246,17 @@ def test_a_mixture_keeps_to_its_bits(model: Path, tmp_path: Path) -> None:
     assert 0.3 * report.loss < report.measured["loss"] < 3 * report.loss
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_mixture_says_whether_the_largest_inputs_were_rounded_first(
+    method: str, model: Path, measured: MixedReport, tmp_path: Path
+) -> None:
+    made = Mixture(Checkpoint(model, CPU), calibration(model), make_method(method))
+    made.make(measured, Budget(bits=7.0), tmp_path / "out")
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    told = {group["weights"]["actorder"] for group in groups.values() if group["weights"]["num_bits"] == 4}
+    assert told == {"weight" if method == "gptq" else None}
+
+
 def loss_of_folder(model: Path, out: Path) -> float:
     losses = []
     for ids in ROWS.tolist():

@@ -178,7 +178,6 @@ def quantize(folder: Path, out: Path, method: str, scheme: Scheme, **options: An
     settings = job.Settings(
         uniform_plan(checkpoint, scheme),
         job.make_method(method),
-        act_order=method == "gptq",
         about={"method": method, "settings": {}},
         shard_bytes=options.pop("shard_bytes", job.SHARD_BYTES),
     )
@@ -315,7 +314,7 @@ def test_the_report_tells_of_each_matrix_and_can_be_read_as_a_plan(model: Path, 
     plan = plan_of(edited)
     assert told["matrices"][0]["name"] not in plan and plan[told["matrices"][1]["name"]] == FP8 and len(plan) == 13
     checkpoint = Checkpoint(model, CPU)
-    settings = job.Settings(plan, Gptq(), act_order=True)
+    settings = job.Settings(plan, Gptq())
     job.quantize(checkpoint, settings, Calibration(ROWS, "random"), tmp_path / "mixed")
     mixed = json.loads((tmp_path / "mixed" / "config.json").read_text())["quantization_config"]
     assert mixed["format"] == "mixed-precision" and len(mixed["config_groups"]) == 2

@@ -181,7 +181,6 @@ class QuantizeCommand:
         settings = job.Settings(
             plan,
             job.make_method(self.method, act_order=self.act_order),
-            self.method == "gptq" and self.act_order,
             {"method": self.method, "settings": self._told(scheme)},
         )
         job.check(checkpoint, settings, out, overwrite=self.overwrite)

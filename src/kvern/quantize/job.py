@@ -128,7 +128,6 @@ class Settings:
 
     plan: Plan
     method: Method
-    act_order: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)
     shard_bytes: int = SHARD_BYTES
 
@@ -210,7 +209,7 @@ def quantize(
         config = {name: value for name, value in checkpoint.config.items() if name != KEY}  # its file is copied
         if not checkpoint.spec.tie_word_embeddings and config.get("tie_word_embeddings"):
             config["tie_word_embeddings"] = False  # the output layer is another
-        config["quantization_config"] = quantization_config(settings.plan, plain, settings.act_order)
+        config["quantization_config"] = quantization_config(settings.plan, plain, settings.method.act_order)
         rows, length = calibration.rows.shape
         told = report(
             result.matrices,

@@ -29,9 +29,10 @@ class Rounded(NamedTuple):
 
 
 class Method(Protocol):
-    """A way to choose codes. `products`: it needs X^T X of the matrices' inputs X."""
+    """A way to choose codes. `products`: it needs X^T X of the matrices' inputs X; `act_order`: large inputs first."""
 
     products: bool
+    act_order: bool
 
     def prepare(self, block: Block, plan: Plan) -> None:
         """Change an observed block's tensors and inputs, if that makes rounding cheaper; its outputs stay the same."""
@@ -44,6 +45,7 @@ class RoundToNearest:
     """Rounds to nearest; with few bits, with the range that costs the outputs least by single inputs."""
 
     products = False
+    act_order = False
 
     def prepare(self, block: Block, plan: Plan) -> None:
         """Nothing to do."""
@@ -73,7 +75,7 @@ class Gptq(RoundToNearest):
     products = True
 
     def __init__(self, *, act_order: bool = True) -> None:
-        self._act_order = act_order
+        self.act_order = act_order
 
     def round(self, weight: Tensor, inputs: Inputs, scheme: Scheme, scale_dtype: torch.dtype) -> Rounded:
         grid = fit(weight, scheme, scale_dtype, importance_of(inputs))
@@ -82,7 +84,7 @@ class Gptq(RoundToNearest):
         return Rounded(self._codes(weight, inputs.products / inputs.count, grid), grid)
 
     def _codes(self, weight: Tensor, hessian: Tensor, grid: Grid) -> Tensor:
-        order = hessian.diagonal().argsort(descending=True) if self._act_order else torch.arange(len(hessian))
+        order = hessian.diagonal().argsort(descending=True) if self.act_order else torch.arange(len(hessian))
         order = order.to(weight.device)
         upper = inverse_factor(hessian[order][:, order], DAMPING)
         left, codes = weight[:, order].clone(), torch.empty_like(weight)

@@ -170,9 +170,8 @@ class Mixture:
         return self._walk
 
     def _write(self, report: MixedReport, out: Path, progress: Progress) -> Result:
-        act_order = getattr(self._method, "act_order", False)
         about = {"method": "mixed", "settings": self._settings, SECTION: report.as_json()}
-        settings = Settings(plan_of(report), self._method, act_order, about)
+        settings = Settings(plan_of(report), self._method, about)
         return quantize(self.checkpoint, settings, self.calibration, out, overwrite=True, progress=progress)
 
 
