@@ -6,7 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from kvern.errors import ConfigError, CorruptCheckpoint, UnsupportedModel
 from kvern.models.fallback import description
 from kvern.models.fallback.decoder import load_fallback
 from kvern.models.implementation import describe_model
-from kvern.models.loader import read_config
+from kvern.models.loader import LoadOptions, read_config
 from kvern.models.registry import is_described
 from kvern.runner.fallback_check import check_fallback, check_fallback_options
 from kvern.runner.memory import DeviceMemory
@@ -252,9 +252,15 @@ def test_pickled_weights_are_not_read(apertus: Path, tmp_path: Path) -> None:
         load_fallback(tmp_path, description.describe(tmp_path), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_counts_positions_by_itself_fails_the_check(dtype: torch.dtype, apertus: Path) -> None:
-    decoder = load_fallback(apertus, description.describe(apertus), dtype)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int4"), (torch.bfloat16, "fp8")],
+)
+def test_a_model_that_counts_positions_by_itself_fails_the_check(
+    dtype: torch.dtype, quantization: Literal["int4", "fp8"] | None, apertus: Path
+) -> None:
+    options = LoadOptions(quantization=quantization)
+    decoder = load_fallback(apertus, description.describe(apertus), dtype, options)
     check_fallback(decoder, 64, dtype)
 
     def without_positions(module: Any, arguments: Any, named: dict[str, Any]) -> Any:

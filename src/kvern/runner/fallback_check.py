@@ -109,31 +109,41 @@ def _check_results(decoder: "TransformersDecoder", max_model_len: int, cache_dty
             return
         with swaps.only(swaps.needed):
             fault = prompts.fault()
+        if fault is not None and swaps.is_quantized:  # perhaps by how rows are rounded in products
+            with swaps.only([]):
+                prompts = _Prompts(decoder, max_model_len, cache_dtype)
+                fault = prompts.fault()
     except Exception as error:  # whatever a model raises that is not made for this
         fault = in_a_line(error)
     if fault is not None:
         raise UnsupportedModel(f"{model_type} cannot run through transformers: {fault}")
-    kept = list(swaps.needed)
+    kept = swaps.needed if prompts.with_products else swaps.multiplying
+    beside = kept if prompts.with_products else []
+    right: list[str] = []
     for kind in swaps.kinds:
-        with swaps.only([*kept, kind]):
-            kept += [kind] if kind not in kept and prompts.fault() is None else []
-    logger.warning(
-        "transformers computes %s of %s, with which kvern's differ",
-        ", ".join(kind for kind in swaps.kinds if kind not in kept),
-        model_type,
-    )
-    decoder.settle(kept)
+        with swaps.only([*beside, *right, kind]):
+            right += [kind] if kind not in kept and prompts.fault() is None else []
+    others = [kind for kind in swaps.kinds if kind not in (*kept, *right)]
+    if others:
+        logger.warning("transformers computes %s of %s, with which kvern's differ", ", ".join(others), model_type)
+        decoder.settle([*kept, *right])
 
 
 class _Prompts:
-    """Two prompts, and their logits by the model alone, with which those over a cache of kvern's are compared."""
+    """Two prompts, and their logits by the model alone, with which those over a cache of kvern's are compared.
+
+    `with_products`: with quantized weights, products are kvern's, which may round rows. If such parts are switched off
+    nothing is rounded so, and the bound is that of plain weights; each pass makes all weights plain.
+    """
 
     def __init__(self, decoder: "TransformersDecoder", max_model_len: int, cache_dtype: torch.dtype) -> None:
         windows = [layer.window for layer in decoder.spec.calls if layer.window and layer.window <= LONGEST_WINDOW]
         self._length = min(max_model_len, max([TOKENS, *(window + LAST for window in windows)]))
         self._decoder, self._cache_dtype = decoder, cache_dtype
         self._device, dtype = decoder.build.device, decoder.build.dtype
-        self._is_exact = dtype == torch.float32 and not decoder.swaps.is_quantized
+        swaps = decoder.swaps
+        self.with_products = all(kind in swaps.kinds for kind in swaps.needed)
+        self._is_exact = dtype == torch.float32 and not (swaps.is_quantized and self.with_products)
         rounded = dtype == torch.float32 and not self._is_exact  # as rows are to codes
         self._most = bound(torch.bfloat16 if rounded else dtype, len(decoder.spec.calls))
         generator = torch.Generator().manual_seed(0)

@@ -129,11 +129,12 @@ class TransformersDecoder:
     def plain_logits(self, token_ids: Tensor) -> Tensor:
         """Logits of one prompt `[T]` without kvern's attention and parts: float32 `[T, vocab]`.
 
-        Products with quantized weights are kvern's: what is multiplied by some of them is rounded as well.
+        Products with quantized weights are kvern's, if these are switched on: what is multiplied by some of them is
+        rounded as well.
         """
         self.model.set_attn_implementation("eager")
         try:
-            with self.swaps.only(self.swaps.needed):
+            with self.swaps.only([kind for kind in self.swaps.needed if kind in self.swaps.kinds]):
                 logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits[0].float()
         finally:
             self.model.set_attn_implementation(IMPLEMENTATION)

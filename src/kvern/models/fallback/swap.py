@@ -62,8 +62,14 @@ class Swaps:
 
     @property
     def needed(self) -> list[str]:
-        """The kinds that transformers cannot compute: products with quantized weights."""
+        """The kinds that stay kvern's: products with quantized weights, which would be made plain each time."""
         return [LINEAR] if self.is_quantized else []
+
+    @property
+    def multiplying(self) -> list[str]:
+        """The kinds with products: where weights are quantized, rows may be rounded in them."""
+        mlps = [module.switch.kind for module in self._model.modules() if isinstance(module, SwappedMlp)]
+        return list(dict.fromkeys([LINEAR, *mlps]))
 
     @contextmanager
     def only(self, kinds: list[str]) -> Iterator[None]:
