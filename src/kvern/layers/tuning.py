@@ -43,6 +43,10 @@ class TimedLayer(NamedTuple):
     """PyTorch's way to compute what candidates do; candidate None, if there is one, is PyTorch's too."""
     work: Callable[[int], tuple[float, float]]
     """The bytes that so many rows move at least, and their floating-point operations."""
+    outputs: int
+    """Numbers in a row of the result."""
+    product: Callable[[Tensor], Tensor] | None = None
+    """The product in the way that was chosen; None: experts, whose kernels are all the project's own."""
 
 
 def tune(model: nn.Module, time: Time, known: Mapping[str, object], *, compare: bool = False) -> dict[str, object]:
@@ -176,7 +180,10 @@ def _timed_method(method: LinearMethod, bias: Tensor | None) -> TimedLayer:
     def plain(x: Tensor) -> Tensor:
         return method.multiply_plain(x, bias)
 
-    return TimedLayer(method.name, inputs, candidates, method.choose, plain, work)
+    def product(x: Tensor) -> Tensor:
+        return method.multiply(x, bias)
+
+    return TimedLayer(method.name, inputs, candidates, method.choose, plain, work, method.shape.outputs, product)
 
 
 def _multiplied(product: Product, bias: Tensor | None, x: Tensor) -> Callable[[], object]:
@@ -200,7 +207,7 @@ def _timed_experts(experts: Experts) -> TimedLayer:
         return bytes_of(experts) * read + 2 * tokens * size * experts.dtype.itemsize, 2 * multiplied
 
     name, inputs = f"experts, {experts.name}", partial(_routed, experts)
-    return TimedLayer(name, inputs, candidates, experts.choose, experts.one_by_one, work)
+    return TimedLayer(name, inputs, candidates, experts.choose, experts.one_by_one, work, experts.hidden_size)
 
 
 def bytes_of(module: nn.Module) -> int:

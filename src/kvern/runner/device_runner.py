@@ -23,7 +23,7 @@ from kvern.device import marks
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
 from kvern.device.transfer import upload
-from kvern.drafting.device.drafter import ComputedStep, Drafter, GuardedDrafter
+from kvern.drafting.device.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.drafting.verification import guessed_drafts, read_drafts, verify
 from kvern.kernels import logprobs
 from kvern.kernels.batch import write_sampled
@@ -107,11 +107,13 @@ class DeviceRunner(StepRunner[DeviceLanguageModel, DeviceBatch, DeviceRows, Devi
         loaded: LoadedModel,
         drafter: Drafter | None = None,
         graphs: Sequence[StepGraphs[Any, Any]] = (),
+        others: Sequence[Captures] = (),
     ) -> None:
-        """`graphs`: those of the model's steps, in the order in which they are tried."""
+        """`graphs`: those of the model's steps, in the order in which they are tried; `others`: done while idle."""
         super().__init__(model, loaded, drafter)
         self.graphs = graphs
         self._times = loaded.times if isinstance(loaded.times, DeviceClock) else None
+        self._others = [*others] if self._times is None else [self._times, *others]
         self._is_measured = False
         self._drafted: Interval | None = None
         self._on_gpu = model.rows.device.type == "cuda"
@@ -171,9 +173,9 @@ class DeviceRunner(StepRunner[DeviceLanguageModel, DeviceBatch, DeviceRows, Devi
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Capture one graph. Raises as `capture_one`."""
-        timed = [] if self._times is None else [self._times]
-        return capture_one([*self._graphs, *self._drafter.graphs, *timed], is_alone=self._ranks.processes == 1)
+        """Capture one graph, or make what comes after graphs. Raises as `capture_one`."""
+        graphs = [*self._graphs, *self._drafter.graphs, *self._others]
+        return capture_one(graphs, is_alone=self._ranks.processes == 1)
 
     def abandon(self) -> None:
         super().abandon()
