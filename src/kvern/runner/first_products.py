@@ -45,6 +45,8 @@ class FirstProducts:
             [rows] = layer.inputs(max(numbers))
             for number in numbers:
                 layer.product(rows[:number])
+            if rows.is_cuda:
+                torch.cuda.synchronize(rows.device)  # or a request that comes would wait for all that were queued
         except torch.OutOfMemoryError:
             self.missing.clear()
 
