@@ -23,6 +23,7 @@ from kvern.serving.replica import Replica
 from tests.support.encoders import make_encoder
 from tests.support.families import make_checkpoint
 from tests.support.peft_adapters import make_adapter
+from tests.support.rank_features import DIVISIONS, models_of
 from tests.support.served import children_of
 from tests.support.several_models import OPTIONS, said, served, server_of, states
 
@@ -33,6 +34,14 @@ PROMPT = [5, 9, 17, 33, 2, 81]
 BLOCK = 1 << 20
 
 
+async def sleep(client: EngineClient) -> None:
+    """Has engines sleep, or end if they cannot."""
+    if client.sleeps:
+        assert await client.sleep()
+    else:
+        await client.rest()
+
+
 async def answer(client: EngineClient, adapter: str | None = None, sleep_after: int | None = None) -> list[int]:
     """The tokens of an answer, in the middle of which the engine may sleep and wake."""
     news = asyncio.Event()
@@ -40,7 +49,8 @@ async def answer(client: EngineClient, adapter: str | None = None, sleep_after: 
     async for _ in client.replicas.follow([generation], news):
         if sleep_after is not None and len(generation.output.outputs[0].token_ids) >= sleep_after:
             sleep_after = None
-            assert await client.sleep() and not generation.output.finished
+            await sleep(client)
+            assert not generation.output.finished
             await client.start()
     return generation.output.outputs[0].token_ids
 
@@ -64,7 +74,7 @@ def counts_once(replica: Replica) -> bool:
         for sample in family.samples
         if sample.name == "kvern:generation_tokens_total"
     ]
-    return counted == replica.statistics.generation_tokens > 0
+    return counted == replica.statistics.generation_tokens
 
 
 def link_of(client: EngineClient) -> EngineLink:
@@ -78,10 +88,8 @@ def link_of(client: EngineClient) -> EngineLink:
     [
         pytest.param("kvern-1m", {}, id="dense"),
         pytest.param("qwen3_next", {}, id="states"),
-        pytest.param("kvern-1m", {"tensor_parallel_size": 2}, id="ranks"),
         pytest.param("kvern-1m", {"kv_tier": ("host:64MB",)}, id="tier", marks=pytest.mark.nightly),
         pytest.param("kvern-1m", {"quantization": "int8"}, id="int8", marks=pytest.mark.nightly),
-        pytest.param("kvern-1m", {"data_parallel_size": 2}, id="engines", marks=pytest.mark.nightly),
     ],
 )
 def test_answers_are_those_of_an_engine_that_never_slept_and_its_memory_goes(
@@ -102,6 +110,30 @@ def test_answers_are_those_of_an_engine_that_never_slept_and_its_memory_goes(
                 assert await answer(client, sleep_after=after) == expected
                 assert link_of(client) is link, "the same process goes on"
             assert all(map(counts_once, client.replicas))
+            assert any(replica.statistics.generation_tokens for replica in client.replicas)
+
+    asyncio.run(run())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "division", [pytest.param(name, marks=pytest.mark.features("sleep", name)) for name in DIVISIONS]
+)
+def test_divided_models_sleep(division: str, tmp_path: Path) -> None:
+    model = "kvern-1m"
+    for family, sizes in models_of("sleep", division).items():
+        model = str(make_checkpoint(family, tmp_path, vocab_size=512, **sizes))
+
+    async def run() -> None:
+        async with EngineClient(EngineConfig(model, **OPTIONS | DIVISIONS[division])) as client:
+            assert client.sleeps == ("enable_dp_attention" not in DIVISIONS[division])
+            expected = await answer(client)
+            for after in (None, 5, 1):
+                await sleep(client)
+                await client.start()
+                assert await answer(client, sleep_after=after) == expected
+            assert all(map(counts_once, client.replicas))
+            assert any(replica.statistics.generation_tokens for replica in client.replicas)
 
     asyncio.run(run())
 
@@ -196,6 +228,7 @@ def test_an_engine_that_ends_in_its_sleep_or_at_its_end_is_replaced() -> None:
             await client.start()
             assert await answer(client) == expected
             assert all(map(counts_once, client.replicas))
+            assert any(replica.statistics.generation_tokens for replica in client.replicas)
 
     asyncio.run(run())
 

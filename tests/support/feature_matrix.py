@@ -106,9 +106,9 @@ def main() -> None:
     found = collect()
     # Only now: what pytest imports itself must not be there before.
     from tests.support.combined_features import PROMISED
-    from tests.support.rank_features import DIVISIONS, OF_ENGINES
+    from tests.support.rank_features import BETWEEN_STEPS, DIVISIONS, OF_ENGINES
 
-    beside = {name: of_engine.promise for name, of_engine in OF_ENGINES.items()}
+    beside = {name: of_engine.promise for name, of_engine in OF_ENGINES.items()} | BETWEEN_STEPS
     print(page(found.tests, PROMISED, [*beside, *DIVISIONS]), end="")
     print(several_ranks(found.tests, dict.fromkeys(PROMISED, "") | beside, [*DIVISIONS]), end="")
 

@@ -55,6 +55,12 @@ OF_ENGINES: Mapping[str, OfEngine] = {
     ),
 }
 
+BETWEEN_STEPS: Mapping[str, str] = {
+    "sleep": "Engines that sleep, between answers and in the middle of one, go on with the answers of engines that "
+    "never slept. With DP attention they end and start again.",
+}
+"""What may become of an engine, with its promise."""
+
 NOT_DIVIDED: Mapping[str, str] = {
     "gemma4_vision": "inputs of each layer's own",
     "gemma3n": "several residual streams",
