@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, Unpack
@@ -371,15 +371,18 @@ class LLM(PythonApi):
 
     def as_completed(
         self, inputs: Iterable[Input], *, max_in_flight: int | None = None
-    ) -> Iterator[RequestOutput | FailedRequest]:
+    ) -> Generator[RequestOutput | FailedRequest]:
         """Run (id, prompt, params) or (id, prompt, params, adapter) inputs, pulled lazily, and yield each as it
         ends, under its own id.
 
-        An invalid input, or one that fails on the way, yields a FailedRequest and disturbs nobody. At most
-        `max_in_flight` inputs (default: twice the batch) are held at once, so the input may be endless.
+        An invalid input, or one that fails on the way, yields a FailedRequest and disturbs nobody; so does one whose id
+        another input of this call has that has not ended. At most `max_in_flight` inputs (default: twice the batch) are
+        held at once, so the input may be endless.
         """
         limit = max_in_flight or 2 * self._engine.max_batch_requests
-        source, alive = iter(inputs), dict[str, RequestOutput]()
+        source = iter(inputs)
+        alive: dict[str, tuple[str, RequestOutput]] = {}
+        """The inputs by the caller's ids, which other calls may use at the same time; the engine has others."""
         exhausted = False
         try:
             while True:
@@ -390,23 +393,25 @@ class LLM(PythonApi):
                         exhausted = True
                         break
                     try:
-                        name = adapter[0] if adapter else None
+                        if request_id in alive:
+                            raise InvalidRequest(f"request id {request_id!r} is in use: ids must differ")
+                        name, number = adapter[0] if adapter else None, self._next_id()
                         with self._shared.held():
                             options = RequestOptions(whole=True, namespace=self._namespace)
-                            alive[request_id] = self._engine.add(request_id, prompt, params, options, adapter=name)
+                            alive[request_id] = number, self._engine.add(number, prompt, params, options, adapter=name)
                     except EngineDied:  # no fault of that input
                         raise
                     except KvernError as error:
                         yield FailedRequest(request_id, error)
                 if not alive:
                     return
-                self._shared.wait_until(lambda: any(output.finished for output in list(alive.values())))
-                for request_id in [name for name, output in alive.items() if output.finished]:
-                    output = alive.pop(request_id)
+                self._shared.wait_until(lambda: any(output.finished for _, output in list(alive.values())))
+                for request_id in [name for name, (_, output) in alive.items() if output.finished]:
+                    output = replace(alive.pop(request_id)[1], request_id=request_id)
                     failure = output.failure
                     yield output if failure is None else FailedRequest(request_id, RequestFailed(failure, [output]))
         finally:
-            self._shared.abort(list(alive))
+            self._shared.abort([number for number, _ in alive.values()])
 
     def check_generates(self) -> None:
         """Raises InvalidRequest if the model generates no text: it gives embeddings, or judges texts."""

@@ -192,8 +192,17 @@ def test_as_completed_reads_only_as_far_as_it_must(llm: LLM) -> None:
     results = llm.as_completed(endless(), max_in_flight=3)
     assert [next(results).request_id for _ in range(3)] == ["0", "1", "2"]
     assert len(taken) <= 6
-    results.close()  # type: ignore[attr-defined]
+    results.close()
     assert is_idle(llm)
+
+
+def test_calls_of_as_completed_may_use_the_same_ids(llm: LLM) -> None:
+    """Two batch jobs number their rows alike."""
+    calls = [llm.as_completed([(str(row), PROMPTS[which], GREEDY) for row in range(3)]) for which in range(2)]
+    found = list(zip(*calls, strict=True))
+    assert [[output.request_id for output in outputs] for outputs in found] == [[str(row)] * 2 for row in range(3)]
+    alone = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:2], GREEDY)]
+    assert all([output.outputs[0].token_ids for output in outputs] == alone for outputs in found)
 
 
 def test_as_completed_reports_bad_inputs_and_goes_on(llm: LLM) -> None:

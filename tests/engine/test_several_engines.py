@@ -124,9 +124,11 @@ def test_a_killed_engine_loses_no_row(one: LLM, two: LLM, tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(two, "as_completed", interrupting)
-        assert run(two, source, tmp_path / "cut.jsonl").interrupted
+        cut = run(two, source, tmp_path / "cut.jsonl")
+    assert cut.interrupted and cut.totals.failed == 0, cut.errors_path.read_text()
     assert 0 < len(read_rows(tmp_path / "cut.jsonl")) < 80
-    run(one, source, tmp_path / "cut.jsonl")
+    resumed = run(one, source, tmp_path / "cut.jsonl")
+    assert resumed.totals.failed == 0, resumed.errors_path.read_text()
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     eventually(lambda: two.statistics() is not None and all(engine.supervisor.is_ready for engine in engines(two)))
 

@@ -107,6 +107,16 @@ def test_an_answer_that_a_stop_string_ended_has_its_record(served: Served) -> No
     assert explanation(served, "stopped")["records"][0]["finish_reason"] == "stop"
 
 
+def test_a_stop_string_in_the_last_token_is_the_reason_in_the_record(served: Served) -> None:
+    """The engine ends the answer there by its length, before anybody has looked for stop strings."""
+    texts = [ask(served, f"tokens-{count}", max_tokens=count, seed=1).choices[0].text for count in range(1, 13)]
+    stop = texts[-1][10:14]
+    count = next(count for count, text in enumerate(texts, 1) if stop in text)
+    answer = ask(served, "stopped-at-once", max_tokens=count, seed=1, stop=stop)
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == count
+    assert explanation(served, "stopped-at-once")["records"][0]["finish_reason"] == "stop"
+
+
 def test_a_background_response_is_explained_to_its_end(served: Served) -> None:
     options: dict[str, Any] = {"model": "kvern-1m", "background": True, "extra_body": {"ignore_eos": True}}
     begun = served.client("key-of-ann").responses.create(

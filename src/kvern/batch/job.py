@@ -207,11 +207,12 @@ class BatchJob:
                 yield str(place), begun.prompt, self._seeded(begun.params, place), begun.request.adapter
 
         while not exhausted:
-            for output in llm.as_completed(inputs()):
-                self._finish(output)
-                self._write_in_order()
-                done = self.journal.record.done
-                report(done.rows, done.generated_tokens - before.generated_tokens)
+            with contextlib.closing(llm.as_completed(inputs())) as outputs:  # rows of a job that is interrupted end
+                for output in outputs:
+                    self._finish(output)
+                    self._write_in_order()
+                    done = self.journal.record.done
+                    report(done.rows, done.generated_tokens - before.generated_tokens)
             self._write_in_order()
             self._commit()
 

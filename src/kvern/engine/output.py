@@ -138,7 +138,8 @@ class OutputProcessor:
         return output
 
     def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:
-        """The outputs that changed, and (request id, stop string) of the requests that the engine must end."""
+        """Returns the outputs that changed, and (answer id, stop string) of answers that the engine must end, or has
+        ended for another reason."""
         changed: dict[str, RequestOutput] = {}
         stopped: list[tuple[str, str]] = []
         for event in events:
@@ -151,7 +152,7 @@ class OutputProcessor:
                 logger.exception("the answer of request %s cannot be written", event.request_id)
                 stop = f"the answer cannot be written: {type(error).__name__}"
                 answer.output.finish_reason, answer.output.stop_reason = "abort", stop
-            if stop is not None and event.finish_reason is None:
+            if stop is not None:
                 stopped.append((event.request_id, stop))
             if answer.output.finish_reason is not None:
                 self._answers.pop(event.request_id, None)

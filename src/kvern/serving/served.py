@@ -52,6 +52,8 @@ class TextWork:
     until: float = 0.0
     """Its end, in seconds after the request's arrival."""
     seconds: float = 0.0
+    stopped: set[str] = field(default_factory=set)
+    """The ids of answers that a stop string ended. An engine may have ended one as well before it learnt of that."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -157,6 +159,8 @@ class ServedRequest:
     def recorded(self, engine: str, record: RequestRecord) -> None:
         """An answer has ended in an engine."""
         self.answers += 1
+        if record.request_id in self.text.stopped:
+            record = msgspec.structs.replace(record, finish_reason="stop")
         if len(self._records) < MOST_RECORDS:
             self._records.append((engine, encode(record)))
             if self.ended is not None and self.grown is not None:

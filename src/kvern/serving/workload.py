@@ -317,17 +317,19 @@ class Workload:
             events = self._hand_over(events, self.handed_over)
         if not events:
             return
+        now = time.monotonic()
+        changed, stopped = self._outputs.process(events)
+        took = (time.monotonic() - now) / max(len(changed), 1)
+        for request_id, stop in stopped:
+            self._supervisor.send(FinishRequests([request_id], "stop", stop))
+            if (served := self._served.get(generation_id(request_id))) is not None:
+                served.text.stopped.add(request_id)
         for event in events:
             if event.record is not None:
                 self._metrics.recorded(event.record)
                 served = self._served.get(generation_id(event.request_id))
                 if served is not None:
                     served.recorded(self.engine, event.record)
-        now = time.monotonic()
-        changed, stopped = self._outputs.process(events)
-        took = (time.monotonic() - now) / max(len(changed), 1)
-        for request_id, stop in stopped:
-            self._supervisor.send(FinishRequests([request_id], "stop", stop))
         for output in changed:
             generation = self.running.get(output.request_id)
             if generation is not None:
