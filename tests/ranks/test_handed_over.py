@@ -34,7 +34,7 @@ from tests.support.families import make_checkpoint
 from tests.support.idle import core_here, is_idle
 from tests.support.peft_adapters import make_adapter
 from tests.support.served import ENGINE, PATIENCE, Served, children_of, command_of, eventually, serving
-from tests.support.tiers import forget, settle, tier_of, trust
+from tests.support.tiers import settle, tier_of
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory in /proc"),
@@ -289,22 +289,19 @@ def test_parts_are_told_as_they_are_stored(family: str, parts: list[int], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("family", "is_local", "expected"),
+    ("family", "expected"),
     [
-        ("llama", True, [[146], [64], [95], [93]]),
-        ("llama", False, [[210], [95], [93]]),
-        ("gemma3", True, [[210], [95], [93]]),
-        ("qwen3_5", True, [[192], [18], [64], [31], [64], [29]]),
+        ("llama", [[146], [64], [95], [93]]),
+        ("gemma3", [[210], [95], [93]]),
+        ("qwen3_5", [[192], [18], [64], [31], [64], [29]]),
     ],
 )
 def test_the_last_part_is_a_small_one(
-    family: str, is_local: bool, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless nothing is loaded meanwhile: of windows and states, and from stores that have to be asked."""
+    """Unless nothing is loaded meanwhile: of windows and states."""
     monkeypatch.setattr("kvern.engine.hand_overs.LAST_PART", 64)
-    monkeypatch.setattr("kvern.tiers.disk.DiskStore.is_local", is_local)
-    checkpoint, store = make_checkpoint(family, tmp_path / "model"), f"disk:{tmp_path / 'pages'}:32MB"
-    with LLM(str(checkpoint), **OPTIONS, kv_tier=(store,)) as llm:
+    with LLM(str(make_checkpoint(family, tmp_path)), **OPTIONS, kv_tier=("host:32MB",)) as llm:
         core, computed = core_here(llm), list[list[int]]()
         core._clock, submit = (lambda: 0.0), core.executor.submit
 
@@ -320,28 +317,6 @@ def test_the_last_part_is_a_small_one(
             )
             until_told(core)
         assert computed == expected
-
-
-def test_pages_are_loaded_before_their_request_comes(tiny_model: Path) -> None:
-    """It finds them cached, or waits for them, and its answer says which store they are from."""
-    with LLM(str(tiny_model), **CHUNKS, kv_tier=("host:32MB",)) as llm:
-        core, tier = core_here(llm), trust(llm)
-        [expected] = llm.generate([LONG[3]], KINDS["sampled"])
-        for steps in (0, 1000):
-            forget(llm)
-            before = tier.figures()["host"].hit_tokens
-            core.bring(RequestSpec("0", PromptInput(LONG[3]), ResolvedParams(), 30))
-            assert core.has_work
-            for _ in range(steps):
-                assert not core.step()
-            [found] = llm.generate([LONG[3]], KINDS["sampled"])
-            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
-            assert tier.figures()["host"].hit_tokens == before + 192
-            assert found.cached_tokens == 192
-        forget(llm)
-        core.bring(RequestSpec("0", PromptInput([5, *LONG[3]]), ResolvedParams(), 30))
-        assert not core.has_work, "no store has any of it"
-        assert is_idle(llm)
 
 
 def lacking(event: TokenEvent) -> int:

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or importlib.util.find_spec("nixl_cu13") is None, reason="needs the extra nixl"
 )
 OPTIONS = ("kvern-1m", "--threads", "1", "--device", "cpu", "--dtype", "float32", "--max-model-len", "512")
-CACHE = ("--kv-cache-tokens", "4096", "--engine-timeout", "5")
+CACHE = ("--kv-cache-tokens", "4096", "--max-batch-tokens", "256", "--engine-timeout", "5")
+"""Prompts are computed and loaded in parts."""
 PAGES, READER, SERVER = "kvern.tiers.page_server", "kvern.tiers.nixl_reader", ""
 TOKENS, STREAMS = 40, 4
 

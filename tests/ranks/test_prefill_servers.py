@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -16,7 +17,6 @@ import pytest
 
 from kvern import EngineConfig
 from kvern.errors import ConfigError, EngineClosed
-from kvern.request.request import RequestSpec
 from kvern.request.sampling_params import SamplingParams
 from kvern.serving.client import EngineClient
 from kvern.serving.prompt_service import PromptService
@@ -35,14 +35,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # within PEFT
 ]
 OPTIONS = ("--threads", "1", "--device", "cpu", "--dtype", "float32", "--kv-cache-tokens", "4096")
+PARTS = ("--max-batch-tokens", "128")
 PATIENT = """
-import sys
+import os, sys
 if any("kvern" in word for word in sys.orig_argv):
     import kvern.engine.hand_overs as hand_overs, kvern.runner.tier as tier, kvern.tiers.shelf as shelf
     hand_overs.HAND_OVER_SECONDS = shelf.FIRST_PATIENCE = shelf.LEAST_PATIENCE = 60.0
     tier.Tier.pays = lambda *given, **named: True
+if "kvern.serving.process" in sys.orig_argv:
+    from kvern.engine.scheduler import Scheduler
+    chunk = Scheduler._chunk
+    def held(self, request, budget):
+        count = chunk(self, request, budget)
+        is_last = request.spec.hands_over and count == request.remaining_tokens
+        return 0 if is_last and os.path.exists(os.environ["HELD"]) else count
+    Scheduler._chunk = held
 """
-"""Processes that wait for pages however long they take, and never compute them because that is faster."""
+"""Processes that wait for pages however long they take, and never compute them because that is faster.
+
+The last step of a prompt for another server does not begin while there is a file HELD.
+"""
 LONG = [[10 + (number * 31 + place * 7) % 110 for place in range(300)] for number in range(40)]
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -56,11 +68,22 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def options(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     adapter = make_adapter(tiny_model, tmp_path_factory.mktemp("adapters") / "one", 0, r=4)
-    return (str(tiny_model), *OPTIONS, "--served-model-name", "tiny", "--adapter", f"one={adapter}")
+    return (str(tiny_model), *OPTIONS, *PARTS, "--served-model-name", "tiny", "--adapter", f"one={adapter}")
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file HELD; processes are patient."""
+    folder = tmp_path_factory.mktemp("patient")
+    (folder / "sitecustomize.py").write_text(PATIENT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))
+        patch.setenv("HELD", str(folder / "held"))
+        yield folder / "held"
+
+
+@pytest.fixture(scope="module")
+def address(held: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PEER_KEY, "a secret of all servers")
         patch.setenv("UCX_TLS", "tcp")
@@ -92,9 +115,9 @@ def handed(served: Served) -> float:
 
 
 def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
-    options: tuple[str, ...], address: str, decode: Served
+    options: tuple[str, ...], address: str, decode: Served, held: Path
 ) -> None:
-    """Without the other, with it, while it is stopped, when it was killed, and when it is back."""
+    """Without the other, with it, while it is stopped, when it was killed amid a prompt, and when it is back."""
     status, _, told = decode.raw("GET", "/ready")
     assert status == 200 and "no prefill server answers" in told["degraded"]
     assert told["prefill_servers"] == [{"model": "tiny", "prefill_server": address, "ready": False, "reason": ANY}]
@@ -111,8 +134,7 @@ def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
         assert state["ready"] and state["prefill_server"] == address and not state["failed_prompts"]
         assert state["computed_prompts"] == handed(decode) and state["computed_tokens"] == 300 * handed(decode)
         assert "waits_for" not in decode.raw("GET", "/ready")[2]
-        outcomes = ("hit", "refused", "late")  # fast processors compute sooner than they load, busy ones load too late
-        assert sum(decode.figure(f"tier_{one}_tokens_total", store="nixl") for one in outcomes) >= 256
+        assert decode.figure("tier_hit_tokens_total", store="nixl") == 256 * handed(decode)
         before = handed(decode)
         ask(decode, 1, temperature=0)  # it is cached here
         check_explained(decode, address)
@@ -123,14 +145,68 @@ def test_answers_are_those_of_one_server_whatever_becomes_of_the_other(
         prefill.process.send_signal(signal.SIGCONT)
         eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
         assert stopped == ask(prefill, 20, temperature=0)
-        expected = ask(prefill, 21, temperature=0)
+        expected = ask(prefill, 21, temperature=0, extra_body={"cache_salt": "another cache"})
+        prompts = Held(decode, held)
+        asked = prompts.begin(21)
         prefill.stop(signal.SIGKILL)
-        assert ask(decode, 21, temperature=0) == expected
+        assert prompts.end(asked) == (*expected, 256), "it goes on after what was loaded meanwhile"
     with prefilling(options, address):
         eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
         before = handed(decode)
         assert ask(decode, 22, temperature=0)
         assert handed(decode) == before + 1
+
+
+class Held:
+    """Prompts that the prefill server computes all but the last part of, until `end`."""
+
+    def __init__(self, decode: Served, file: Path) -> None:
+        self.decode, self.file = decode, file
+        self.threads = ThreadPoolExecutor(1)
+        self.fresh = iter(range(100))
+
+    def ask(self, prompt: list[int]) -> tuple[str, int]:
+        """The answer, and how much of the prompt was cached."""
+        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        answer = self.decode.client().completions.create(**body)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    def loaded(self) -> float:
+        return self.decode.figure("tier_hit_tokens_total", store="nixl")
+
+    def loads(self) -> bool:
+        """The store is not off, as it may be after the other server was gone, and knows the other's memory."""
+        before = self.loaded()
+        self.ask([10 + next(self.fresh), *LONG[35]])
+        return self.loaded() > before
+
+    def begin(self, number: int) -> Future[tuple[str, int]]:
+        """All but the last part of a prompt is computed, and loaded where it will be answered."""
+        eventually(self.loads)
+        self.file.touch()
+        before = self.loaded()
+        asked = self.threads.submit(self.ask, LONG[number])
+        eventually(lambda: self.loaded() >= before + 256)
+        return asked
+
+    def end(self, asked: Future[tuple[str, int]]) -> tuple[str, int]:
+        self.file.unlink()
+        return asked.result()
+
+
+@pytest.mark.nightly
+def test_pages_are_loaded_before_the_last_step_begins(
+    options: tuple[str, ...], address: str, decode: Served, held: Path
+) -> None:
+    """Also if the engine ends that has loaded them."""
+    with prefilling(options, address) as prefill:
+        eventually(lambda: "degraded" not in str(decode.raw("GET", "/ready")[2]))
+        prompts = Held(decode, held)
+        assert prompts.end(prompts.begin(32)) == (*ask(prefill, 32, temperature=0), 256)
+        asked = prompts.begin(33)
+        decode.kill_engine()
+        assert [prompts.end(asked)[0]] == ask(prefill, 33, temperature=0)
 
 
 def check_explained(decode: Served, address: str) -> None:
@@ -153,12 +229,8 @@ def check_explained(decode: Served, address: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("sizes", "by_heads"), [((2, 2), False), ((2, 1), True), ((1, 2), True), ((2, 2), True)])
-def test_each_rank_reads_the_pages_of_its_heads(
-    address: str, sizes: tuple[int, int], by_heads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_reads_the_pages_of_its_heads(address: str, sizes: tuple[int, int], by_heads: bool) -> None:
     """The first rank alone asks which pages there are; with pages of single heads sizes may differ."""
-    (tmp_path / "sitecustomize.py").write_text(PATIENT)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     more = "--max-model-len", "1024", *(("--kv-tier-heads",) if by_heads else ())
     prefills, decodes = (("kvern-12m", *OPTIONS, *more, "--tensor-parallel-size", str(size)) for size in sizes)
     with (
@@ -210,7 +282,7 @@ def test_closing_ends_requests_whose_prompts_another_server_computes(tiny_model:
     async def run() -> None:
         computing = asyncio.Event()
 
-        async def compute(_: RequestSpec, adapter: str | None) -> str:
+        async def compute(*_: object) -> str:
             computing.set()
             await asyncio.Event().wait()
             return ""

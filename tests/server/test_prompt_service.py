@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +72,10 @@ class Engines:
         self.adapter: str | None = None
         self.lacks = ""
 
-    async def compute(self, spec: RequestSpec, adapter: str | None) -> str:
+    async def compute(self, spec: RequestSpec, adapter: str | None, stored: Callable[[int], Awaitable[None]]) -> str:
         self.adapter = adapter
+        if spec.tells_parts:
+            await stored(64)
         self.computing.set()
         try:
             await self.may_end.wait()
@@ -220,7 +222,7 @@ def test_a_prompt_that_cannot_be_computed_fails_with_the_reason() -> None:
     async def run() -> None:
         engines = Engines()
 
-        async def broken(spec: RequestSpec, adapter: str | None) -> str:
+        async def broken(*_: object) -> str:
             raise RuntimeError("a fault of the test")
 
         async with listening(engines) as (service, peer, _):
@@ -255,7 +257,9 @@ def test_what_no_store_has_of_a_prompt_is_told_to_the_other_server(tiny_model: P
         outputs, computed = OutputProcessor(Tokenizer(tiny_model)), asyncio.Queue[Generation]()
         async with listening(engines) as (_, _, address):
             option = f"{address[0]}:{address[1] - 1}"
+            stored = list[int]()
             server = PrefillServer(option, outputs, Turns(), Metrics("m"), lambda _: None, computed.put_nowait)
+            server.workload.stored = lambda generation: stored.append(generation.stored_tokens)
             server.start(READY.pages)
             async with asyncio.timeout(WORD_SECONDS):
                 while not server.is_ready:
@@ -267,6 +271,7 @@ def test_what_no_store_has_of_a_prompt_is_told_to_the_other_server(tiny_model: P
                     generation.hands_over = True
                     server.workload.take(generation)
                     assert await computed.get() is generation
+                    assert stored.pop() == 64 and not stored, "so much was told while the prompt was computed"
             await server.stop()
         return lacks
 

@@ -225,7 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
         """What stores have of a prompt that will come is loaded, and nobody waits for it yet."""
         tokens = [*self.seen[-1 - like % len(self.seen)], *more][: LIMIT - 1]
         self.steps += 1
-        self.cache.bring(Request(RequestSpec("", PromptInput(tokens), ResolvedParams(), LIMIT)), self.steps, reserve)
+        self.cache.bring(Request(RequestSpec("", PromptInput(tokens), ResolvedParams(), LIMIT)), lambda: reserve)
         self.move()
 
     @precondition(lambda self: self.running)
@@ -347,8 +347,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def answer(self) -> None:
-        """Distant stores may have answered: requests wait no longer for that."""
-        waiting = self.cache.ready() if hasattr(self, "cache") else []
+        """Distant stores may have answered: requests wait no longer for that, and pages of coming ones are loaded."""
+        if not hasattr(self, "cache"):
+            return
+        self.steps += 1
+        waiting = self.cache.ready()
+        self.move()
         self.loading = [request for request in self.loading if request not in waiting]
         for request in waiting:
             self.try_to_admit(request, 0)

@@ -33,7 +33,6 @@ class SimulatedTier:
 
     identity = b""
     keeps_drafts = True
-    sees_others = True
 
     def __init__(self, capacity: int, lies: float = 0.0, seed: int = 0) -> None:
         self.capacity = capacity

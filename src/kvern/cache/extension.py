@@ -200,8 +200,8 @@ class CacheExtension:
         """Returns what `shared` does, of the first tokens of a prompt; None: they cannot be loaded alone."""
         return None
 
-    def bring(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> None:
-        """Bring the prefix of a request that will come, leaving `reserve` blocks for others; `step` is the next one."""
+    def bring(self, request: Request, contents: Sequence[int], reserve: Callable[[], int]) -> None:
+        """Bring the prefix of a request that will come, now or soon; `reserve` returns the blocks left for others."""
 
     def renew(self) -> Sequence[Request]:
         """Later steps compute with other weights; returns the requests that need not wait any longer."""

@@ -448,10 +448,10 @@ class KVCacheManager:
         found = (extension.shared_part(request, tokens) for extension in self.extensions)
         return next((each for each in found if each is not None), None)
 
-    def bring(self, request: Request, step: int, reserve: int) -> None:
-        """Let extensions bring the prefix of a request that will come; `reserve` blocks are left for others."""
+    def bring(self, request: Request, reserve: Callable[[], int]) -> None:
+        """Let extensions bring the prefix of a request that will come; `reserve`: see `CacheExtension`."""
         for extension in self.extensions:
-            extension.bring(request, _contents(request), step, reserve)
+            extension.bring(request, _contents(request), reserve)
 
     def close(self) -> None:
         """The engine ends."""

@@ -172,8 +172,6 @@ class TierIndex(Protocol):
     """The beginning of content keys: the model, its number formats, the size of blocks."""
     keeps_drafts: bool
     """There is a draft model whose keys are kept, `Part.DRAFT`."""
-    sees_others: bool
-    """There is a store of which `source` knows what other engines have put there, without a question."""
 
     def wants(self, key: bytes, part: Part) -> bool:
         """Returns whether a part that is written should be saved; False if it is kept already."""

@@ -33,6 +33,7 @@ from kvern.cache.messages import NO_STATE, PageLoad, PageSave, Part, TierIndex, 
 from kvern.cache.radix import CachedPrefix, CacheMemory, Node, SequenceEnd
 from kvern.cache.shared_prompt import OtherSaves, SharedPrompt
 from kvern.cache.states import StatePool
+from kvern.cache.tier_coming import ComingPrompts
 from kvern.cache.tier_drafts import DraftTraffic
 from kvern.cache.tier_loads import KnownPrompt, LoadedPage, LoadedSpans, PendingLoad, left_by, loaded_page
 from kvern.cache.windows import WindowedBlocks
@@ -44,8 +45,6 @@ from kvern.request.step import ExtensionMessage, SchedulerOutput
 LOOK_STEPS = 16
 """A request that waits, and for which there are no blocks or answers yet, is looked at again after so many steps."""
 NEVER = 1 << 62
-LEFT_OUT = -1
-"""A number in the place of a block that is not loaded."""
 
 
 class TierTraffic(CacheExtension):
@@ -68,7 +67,7 @@ class TierTraffic(CacheExtension):
         self._blocks = Allocation(memory, before)
         self._windows = next((each for each in before if isinstance(each, WindowedBlocks)), None)
         self._states = next((each for each in before if isinstance(each, StatePool)), None)
-        self.tells_parts = tier.sees_others and self._windows is None and self._states is None
+        self.tells_parts = self._windows is None and self._states is None
         self._window_member = 0 if self._windows is None else 1 + before.index(self._windows)
         self._has_blocks = memory.pool is memory.memory
         """The blocks of the first block table hold something."""
@@ -97,10 +96,12 @@ class TierTraffic(CacheExtension):
         self._questions: dict[Request, int] = {}
         self._unanswered: dict[Request, None] = {}
         """Requests that wait for what distant stores answer."""
+        self._coming = ComingPrompts(tier)
+        self._planned = 0
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._loading or self._unanswered or self._saves)
+        return bool(self._loading or self._unanswered or self._saves or self._coming.are_any)
 
     @property
     def promised(self) -> int:
@@ -111,11 +112,13 @@ class TierTraffic(CacheExtension):
 
     def arrived(self, request: Request, contents: Sequence[int]) -> None:
         self._came.arrived(request)
+        self._coming.arrived(request)
         question = self._tier.ask(self._parts(self._prompt(request, contents)))
         if question is not None:
             self._questions[request] = question
 
     def ready(self) -> list[Request]:
+        self._load_coming()
         found = [request for request in self._unanswered if self._tier.answered(self._questions[request])]
         for request in found:
             del self._unanswered[request]
@@ -127,6 +130,7 @@ class TierTraffic(CacheExtension):
 
     def plan(self, output: SchedulerOutput) -> ExtensionMessage | None:
         """A step without requests runs if there are pages to move, or if no other step can report what has ended."""
+        self._planned = output.step
         if self._tier.keeps_drafts:
             self._drafts.offer(output, lambda node: self._tier.wants(self._tree.key(node), Part.DRAFT))
         polls = bool(self._loading) and self._completed >= output.step - 1
@@ -318,10 +322,18 @@ class TierTraffic(CacheExtension):
         self._begin(prompt, pages, step, ahead is not None)
         return True
 
-    def bring(self, request: Request, contents: Sequence[int], step: int, reserve: int) -> None:
-        found = self._look(request, contents, reserve)
-        if found is not None and not any(page.key in self._arriving for page in found[1]):
-            self._loads_if_it_pays(*found, step, None, is_next=False)
+    def bring(self, request: Request, contents: Sequence[int], reserve: Callable[[], int]) -> None:
+        self._coming.add(request, contents, reserve, self._parts(self._prompt(request, contents)))
+        self._load_coming()
+
+    def _load_coming(self) -> None:
+        for coming in self._coming.due(self._arriving):
+            found = self._look(coming.request, coming.contents, coming.reserve())
+            behind = [] if found is None else [page.key for page in found[1] if page.key in self._arriving]
+            if behind:
+                self._coming.wait(coming, behind[0])
+            elif found is not None:
+                self._loads_if_it_pays(*found, self._planned + 1, None, is_next=False)
 
     def _look(
         self, request: Request, contents: Sequence[int], reserve: int
@@ -439,23 +451,9 @@ class TierTraffic(CacheExtension):
             load.state = self._states.reserve()
         self._loading[self._numbers] = load
         self._arriving |= dict.fromkeys((page.key for page in pages), load)
+        tables = 0 if self._windows is None else self._windows.tables
         patience = self._tier.patience(prompt.usable, end * size)
-        self._loads += [self._load_of(load, page, patience) for page in pages]
-
-    def _load_of(self, load: PendingLoad, page: LoadedPage, patience: float) -> PageLoad:
-        """The message of a part of a page of the newest load."""
-        tables: list[list[int]] = [[]]
-        own = range(page.end - self._page_blocks, page.end)
-        blocks = [load.blocks[index - load.known] if index >= load.known else LEFT_OUT for index in own]
-        if page.part is Part.BLOCKS:
-            tables[0] = blocks
-        if self._windows is not None:
-            left_out = (LEFT_OUT,) * self._windows.tables
-            columns = zip(*(load.windows[index] if index in page.windows else left_out for index in own), strict=True)
-            tables += map(list, columns)
-        state = load.state if page.part is Part.STATE else NO_STATE
-        draft = blocks if page.part is Part.DRAFT else []
-        return PageLoad(self._numbers, page.key, tables, state, patience, draft, page.store)
+        self._loads += [load.message(self._numbers, page, self._page_blocks, tables, patience) for page in pages]
 
     def placed(self, request: Request) -> None:
         if request.spec.hands_over:
@@ -565,6 +563,7 @@ class TierTraffic(CacheExtension):
         self._sent = []
         self._drafts.undo()
         self._unanswered.clear()
+        self._coming.clear()
         for load in loads:
             self._end(load)
         self._asked.update(waiting)

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from kvern.cache.messages import NO_STATE, Part
+from kvern.cache.messages import NO_STATE, PageLoad, Part
 from kvern.cache.radix import Node
 from kvern.cache.windows import Blocks
 from kvern.request.request import Request
+
+LEFT_OUT = -1
+"""A number in the place of a block that is not loaded."""
 
 
 class LoadedPage(NamedTuple):
@@ -55,6 +58,17 @@ class PendingLoad:
         """Another request waits for these pages."""
         self.waiting.append(request)
         self.lacking += max(0, -(-len(request.token_ids) // block_size) - self.known - len(self.blocks))
+
+    def message(self, number: int, page: LoadedPage, page_blocks: int, windows: int, patience: float) -> PageLoad:
+        """Returns the message of a part of a page of load `number`, with so many tables of blocks with windows."""
+        own = range(page.end - page_blocks, page.end)
+        blocks = [self.blocks[index - self.known] if index >= self.known else LEFT_OUT for index in own]
+        left_out = (LEFT_OUT,) * windows
+        columns = zip(*(self.windows[index] if index in page.windows else left_out for index in own), strict=True)
+        tables = [blocks if page.part is Part.BLOCKS else [], *map(list, columns)]
+        state = self.state if page.part is Part.STATE else NO_STATE
+        draft = blocks if page.part is Part.DRAFT else []
+        return PageLoad(number, page.key, tables, state, patience, draft, page.store)
 
 
 MOST_AHEAD = 256

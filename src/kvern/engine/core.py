@@ -200,7 +200,7 @@ class EngineCore(EngineLoop):
     def bring(self, spec: RequestSpec) -> None:
         request = requests_of(spec, ())[0]
         self._name(request)
-        self.scheduler.cache.bring(request, self.scheduler.step + 1, self.scheduler.running.reserved_blocks)
+        self.scheduler.cache.bring(request, lambda: self.scheduler.running.reserved_blocks)
 
     def _name(self, request: Request) -> None:
         """Let a request share blocks with those of the same weights, adapter and namespace."""

@@ -80,7 +80,6 @@ class Tier:
             payload = group.block_bytes * (1 if group.table == STATES else page_blocks)
             self._bytes[group.part] += len(group.kinds) * (HEADER_BYTES + payload)
         self.keeps_drafts = Part.DRAFT in self._first
-        self.sees_others = shelf.has_local
         self._loads: dict[int, list[list[Piece]]] = {}
         self._packed: list[Piece] = []
 

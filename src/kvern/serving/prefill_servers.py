@@ -79,6 +79,7 @@ class PrefillServer:
         self.workload = Workload(self, outputs, Probation(), turns, metrics, EnginePrefixes(PrefixIndex(), -1))
         self.workload.engine = option
         self.workload.handed_over = computed
+        self.workload.stored = lambda _: None
 
     @property
     def is_ready(self) -> bool:
@@ -202,13 +203,15 @@ class PrefillServer:
         self._again(generation)
 
     def _computed(self, events: Sequence[TokenEvent]) -> None:
-        """Has answers begin whose prompts were asked there and have ended, or failed with a reason; nothing else that
-        it says is of use."""
+        """Has answers begin whose prompts were asked there and have ended, or failed with a reason, and pages loaded of
+        those that it still computes; nothing else that it says is of use."""
         for event in events:
             name = generation_id(event.request_id)
             if (generation := self.workload.running.get(name)) is None:
                 continue
-            if event.finish_reason == "length":
+            if event.stored_tokens:
+                self.workload.deliver([event])
+            elif event.finish_reason == "length":
                 self._prompts += 1
                 self._tokens += generation.spec.prompt_length
                 lacks = f"it says {shown(event.stop_reason)}" if isinstance(event.stop_reason, str) else None

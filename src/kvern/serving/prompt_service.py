@@ -38,7 +38,8 @@ class PromptService:
     """Listens behind `config.kv_tier_listen` if the server's role is prefill.
 
     `trouble` says why no engine takes prompts, if so. `compute` prepares a prompt, with the adapter of a name, waits
-    until engines have computed it, and returns what no store has of it, for people. `adapters`: the names of those that
+    until engines have computed it, and returns what no store has of it, for people; meanwhile it calls a function with
+    the number of tokens of which a store has pages. `adapters`: the names of those that
     engines have read, by their digests.
     """
 
@@ -47,7 +48,7 @@ class PromptService:
         config: EngineConfig,
         ready: Callable[[], Ready],
         trouble: Callable[[], str | None],
-        compute: Callable[[RequestSpec, str | None], Awaitable[str]],
+        compute: Callable[[RequestSpec, str | None, Callable[[int], Awaitable[None]]], Awaitable[str]],
         adapters: Callable[[], Mapping[bytes, str]],
     ) -> None:
         self._config = config
@@ -182,19 +183,28 @@ class PromptService:
             raise InvalidRequest(f"it has tokens outside of the vocabulary of {ready.model.vocab_size}")
 
     async def _answer(self, peer: bytes, name: str, asked: AddRequest) -> None:
-        """Computes a prompt, and says that it has, or why not."""
+        """Computes a prompt, and says how far stores have it, that it has been computed, or why not."""
+        answer = f"{name}#0"
+
+        async def stored(tokens: int) -> None:
+            await self._tell(peer, TokenEvent(answer, stored_tokens=tokens))
+
         try:
             self._check(asked.spec)
             adapter = None if asked.adapter is None else self._adapters().get(asked.adapter)
             if asked.spec.adapter is not None and adapter is None:
                 raise InvalidRequest("its adapter is not loaded")
-            spec = msgspec.structs.replace(asked.spec.prompt_alone(), request_id=f"{peer.hex()}-{name}")
-            lacks = await self._compute(spec, adapter) or None
-            ended = TokenEvent(f"{name}#0", finish_reason="length", stop_reason=lacks)
+            spec = asked.spec.prompt_alone(tells_parts=asked.spec.tells_parts)
+            spec = msgspec.structs.replace(spec, request_id=f"{peer.hex()}-{name}")
+            lacks = await self._compute(spec, adapter, stored) or None
+            ended = TokenEvent(answer, finish_reason="length", stop_reason=lacks)
         except Exception as error:
             if not isinstance(error, KvernError):
                 logger.exception("a prompt of another server meets a fault")
             reason = in_a_line(error)
             logger.warning("a prompt of another server is not computed: %s", reason)
-            ended = TokenEvent(f"{name}#0", finish_reason="abort", stop_reason=reason)
-        await self._send(peer, Events([ended], EngineStatistics(), 0.0))
+            ended = TokenEvent(answer, finish_reason="abort", stop_reason=reason)
+        await self._tell(peer, ended)
+
+    async def _tell(self, peer: bytes, event: TokenEvent) -> None:
+        await self._send(peer, Events([event], EngineStatistics(), 0.0))

@@ -98,6 +98,8 @@ class Replica:
         if self.is_prefill:
             self.workload.handed_over = siblings.go_on
             self.workload.stored = siblings.bring
+        elif config.role == "prefill":
+            self.workload.stored = lambda generation: generation.news.set()
         self.workload.changed = self._weigh
         self._recovery = Recovery(self.workload, self._probation, siblings.refusals, lambda: siblings.has_other(self))
         self._started = False

@@ -101,14 +101,13 @@ class Replicas:
         self._prompts = PromptService(
             config, lambda: self.ready, lambda: self.trouble, self._compute, lambda: self.adapters.named
         )
-        metrics = self._replicas[0].metrics
+        hooks = self._replicas[0].metrics, self._again, self.go_on, self._digest
         try:
-            self._servers = [
-                PrefillServer(server, outputs, self.turns, metrics, self._again, self.go_on, self._digest)
-                for server in config.prefill_server
-            ]
+            self._servers = [PrefillServer(server, outputs, self.turns, *hooks) for server in config.prefill_server]
         except ValueError as error:
             raise ConfigError(f"prefill_server is {', '.join(config.prefill_server)}: {error}") from error
+        for server in self._servers:
+            server.workload.stored = self.bring
         files = WeightFiles(config)
         self.weights = ClientWeights(lambda: [replica.weights for replica in self], self.until_available, files)
 
@@ -526,17 +525,18 @@ class Replicas:
         assert generation.workload is not None
         generation.workload.give(generation, self._chosen(generation).workload)
 
-    async def _compute(self, spec: RequestSpec, adapter: str | None) -> str:
-        """Compute a prompt for another server, with the adapter of this name; returns what no store has of it.
+    async def _compute(self, spec: RequestSpec, adapter: str | None, stored: Callable[[int], Awaitable[None]]) -> str:
+        """Compute a prompt for another server, which `stored` tells of how many tokens a store has pages meanwhile.
 
-        Raises EngineDied, RequestFailed, EngineUnavailable or InvalidRequest.
+        Returns what no store has of it. `adapter` is a name. Raises as `follow` and `until_available`.
         """
         await self.until_available()
         news = asyncio.Event()
         generation = self.prepare(spec, None, news=news, asked=time.monotonic(), patient=True, adapter=adapter)
         self.go_on(generation)
         async for _ in self.follow([generation], news):
-            pass
+            if not generation.output.finished:
+                await stored(generation.stored_tokens)
         return str(generation.output.outputs[0].stop_reason or "")
 
     def _chosen(self, generation: Generation) -> Replica:

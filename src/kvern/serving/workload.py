@@ -55,6 +55,8 @@ class Generation:
         """The engine that has it computes its prompt for another."""
         self.handed_over = False
         """An engine has computed its prompt for another."""
+        self.stored_tokens = 0
+        """The tokens of its prompt of which stores have pages, as the engine that computes it for others has said."""
         self.names: Iterable[bytes] = ()
         """The names of its prompt's prefixes, by which cached ones are found."""
         self.levels: Sequence[Level] = ()
@@ -251,10 +253,10 @@ class Workload:
         """The time at which those on trial, or all, were given to the present engine, by the monotonic clock."""
         self.engine = "0"
         """The name of the engine."""
-        self.handed_over: Callable[[Generation], None] | None = None
-        """Is called when the engine has computed a prompt for another; None: it never does."""
+        self.handed_over: Callable[[Generation], None] = lambda _: None
+        """Is called when the engine has computed a prompt for another."""
         self.stored: Callable[[Generation], None] | None = None
-        """Is called when stores have some of such a prompt; None: nobody asks."""
+        """Is called when stores have some of a prompt that is computed for others; None: nobody asks."""
         self.fate = "another engine took it over"
         """The reason why the engine loses its requests next."""
         self._served: WeakValueDictionary[str, ServedRequest] = WeakValueDictionary()
@@ -313,8 +315,8 @@ class Workload:
 
     def deliver(self, events: Sequence[TokenEvent]) -> None:
         """Let them grow by what the engine did."""
-        if self.handed_over is not None:
-            events = self._hand_over(events, self.handed_over)
+        if self.stored is not None:
+            events = self._hand_over(events, self.stored)
         if not events:
             return
         now = time.monotonic()
@@ -348,13 +350,18 @@ class Workload:
                 generation.spared = False
                 self.clear(generation)
 
-    def _hand_over(self, events: Sequence[TokenEvent], handed_over: Callable[[Generation], None]) -> list[TokenEvent]:
+    def _hand_over(self, events: Sequence[TokenEvent], stored: Callable[[Generation], None]) -> list[TokenEvent]:
         """Let other engines go on with prompts that are computed; returns the events of other requests, and those of
         faults."""
         others = []
         for event in events:
             generation = self.running.get(generation_id(event.request_id))
-            if generation is None or not generation.hands_over or event.finish_reason == "abort":
+            if generation is None or event.finish_reason == "abort":
+                others.append(event)
+            elif event.stored_tokens:
+                generation.stored_tokens = event.stored_tokens
+                stored(generation)
+            elif not generation.hands_over:
                 others.append(event)
             elif event.finish_reason is not None:
                 if event.record is not None:
@@ -363,9 +370,7 @@ class Workload:
                 self.clear(generation)
                 self._metrics.handed_over()
                 generation.hand_over(event.record, str(event.stop_reason or ""))
-                handed_over(generation)
-            elif event.stored_tokens and self.stored is not None:
-                self.stored(generation)
+                self.handed_over(generation)
         return others
 
     def clear(self, generation: Generation) -> None:

@@ -29,7 +29,6 @@ class NotedTier:
         self.answers: list[Any] = []
         """The answers since they were taken last."""
         self.identity, self.keeps_drafts = tier.identity, tier.keeps_drafts
-        self.sees_others = tier.sees_others
         self._tier = tier
 
     @property
@@ -99,7 +98,6 @@ class RepeatedTier:
     """Gives the answers that were noted; none is left where other things are asked than then: then it has nothing."""
 
     keeps_drafts = False
-    sees_others = False
 
     def __init__(self, identity: bytes, stores: Sequence[str], answers: Iterator[Any]) -> None:
         self.identity = identity

@@ -87,11 +87,6 @@ class Shelf:
         """True if there are stores that have to be asked."""
         return any(not shelved.store.is_local for shelved in self.stores)
 
-    @property
-    def has_local(self) -> bool:
-        """True if there are stores that need not be asked."""
-        return any(shelved.store.is_local for shelved in self.stores)
-
     def find(self, names: PageName) -> Shelved | None:
         """The first store that probably has a piece and may be asked for it."""
         now = self._clock()
