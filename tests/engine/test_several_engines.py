@@ -11,7 +11,7 @@ import pytest
 
 from kvern import LLM, EngineConfig, SamplingParams
 from kvern.engine.engine import Engine
-from kvern.errors import ConfigError, EngineClosed, EngineUnavailable, InvalidRequest
+from kvern.errors import ConfigError, EngineClosed, EngineUnavailable, InvalidRequest, RequestFailed
 from kvern.llm import FailedRequest
 from kvern.request.request import RequestOptions
 from kvern.serving.several import SeveralEngines
@@ -149,6 +149,45 @@ def test_what_is_aborted_before_a_step_goes_to_nobody(two: LLM) -> None:
     engine.abort(["0"])
     assert not engine.has_work and engine.step() == []
     assert [(one.workload.tokens, one.workload.sequences) for one in engines(two)] == [(0, 0)] * 2
+
+
+def test_answers_end_within_steps(two: LLM) -> None:
+    """Not while nobody looks: who sees that an answer has ended may use its id at once, and another job does."""
+    engine = engine_of(two)
+    outputs = [
+        engine.add(str(number), [5 + number], PARAMS.replace(max_tokens=length), RequestOptions(whole=True))
+        for number, length in enumerate([1, 200])
+    ]
+    engine.step()
+    eventually(lambda: engine.client.replicas.unfinished == 0)
+    assert engine.request_ids == [output.request_id for output in outputs if not output.finished]
+    while engine.has_work:
+        engine.step()
+    assert all(output.finished for output in outputs) and len(outputs[1].outputs[0].token_ids) == 200
+
+
+def test_the_reason_is_known_before_an_answer_ends(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may look in between."""
+    engine = engine_of(two)
+    replicas, error = engine.client.replicas, RequestFailed("it was alone when engines died")
+    output = engine.add("0", PROMPTS[0], PARAMS.replace(max_tokens=200))
+    [generation] = engine._generations.values()
+    abort, seen = replicas.outputs.abort, list[Any]()
+
+    def looking(ids: Any) -> None:
+        abort(ids)
+        seen.append((generation.output.finished, generation.error))
+
+    async def end() -> None:
+        await engine._begin()
+        generation.workload.end(generation, error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas.outputs, "abort", looking)
+        engine._thread.wait(end())
+    assert seen == [(True, error)]
+    engine.step()
+    assert output.failure == str(error) and not engine.has_work
 
 
 @pytest.mark.nightly

@@ -426,12 +426,12 @@ class Replicas:
 
     def go_on(self, generation: Generation) -> None:
         """Give an engine a request that none has, or whose prompt another has computed."""
-        error = generation.lost_adapter(self.adapters.lost)
-        if error is None:
+        if (error := generation.lost_adapter(self.adapters.lost)) is None:
             self._workload(generation).take(generation)
             if generation.handed_over:
                 self.adapters.forget_unloaded()
         else:
+            generation.error = error  # before others see that it has ended
             self.withdraw([generation])
             generation.fail(error)
 

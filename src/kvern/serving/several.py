@@ -41,6 +41,8 @@ class SeveralEngines:
         self.folder = self.client.folder
         self._news = _AllNews()
         self._generations: dict[str, Generation] = {}
+        self._outputs: dict[str, RequestOutput] = {}
+        """The outputs that callers have: these end within `step` or `abort`, not while the client's thread writes."""
         self._new: list[Generation] = []
         """The generations that are given to engines at the next step."""
 
@@ -97,7 +99,8 @@ class SeveralEngines:
         generation = self._thread.wait(prepared())
         self._generations[request_id] = generation
         self._new.append(generation)
-        return generation.output
+        output = self._outputs[request_id] = dataclasses.replace(generation.output)
+        return output
 
     def step(self) -> list[RequestOutput]:
         """Wait until outputs have grown; return these. Raises EngineDied if no engine will bring them on."""
@@ -106,21 +109,25 @@ class SeveralEngines:
         self._thread.wait(self._begin())
         while not (names := self._news.take(LOOK_SECONDS)):
             self.client.replicas.check_alive()
-        changed = [self._generations[name] for name in names if name in self._generations]
-        for generation in changed:
-            if generation.error is not None:
+        changed = {name: self._generations[name] for name in names if name in self._generations}
+        outputs = [self._grown(name, generation) for name, generation in changed.items()]
+        for output, generation in zip(outputs, changed.values(), strict=True):
+            if generation.error is not None:  # it is set before the output ends
                 if isinstance(generation.error, EngineDied):
                     raise generation.error
-                generation.output.fail(str(generation.error))
-            if generation.output.finished:
-                self._generations.pop(generation.output.request_id)
-        return [generation.output for generation in changed]
+                output.fail(str(generation.error))
+            if output.finished:
+                del self._generations[output.request_id], self._outputs[output.request_id]
+        return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; their outputs keep what they have."""
-        ended = [generation for name in request_ids if (generation := self._generations.pop(name, None)) is not None]
+        ended = {name: self._generations.pop(name) for name in request_ids if name in self._generations}
         if ended:
-            self._thread.wait(self._abort(ended))
+            self._thread.wait(self._abort(list(ended.values())))
+        for name, generation in ended.items():
+            self._grown(name, generation)
+            del self._outputs[name]
 
     @property
     def adapters(self) -> list[str]:
@@ -150,6 +157,12 @@ class SeveralEngines:
         if not self._thread.closed:
             self.abort(self.request_ids)
         self._thread.close()
+
+    def _grown(self, name: str, generation: Generation) -> RequestOutput:
+        """The output that the caller has, with what there is by now."""
+        output = self._outputs[name]
+        vars(output).update(vars(generation.output))
+        return output
 
     async def _begin(self) -> None:
         if self._new:

@@ -296,7 +296,9 @@ class Workload:
                 self.clear(generation)
 
     def end(self, generation: Generation, error: RequestFailed | EngineUnavailable) -> None:
-        """It cannot go on: its output has ended when others, in other threads as well, learn of the error."""
+        """It cannot go on. Its output has ended when `news` are set; who sees it ended before, in another thread, sees
+        the error, too."""
+        generation.error = error
         self.abort([generation])
         generation.fail(error)
 
