@@ -87,6 +87,18 @@ def test_all_precisions_are_measured_if_the_loss_leaves_too_much_plain_beside_fp
     assert sum("all precisions are measured, as fp8 and plain weights are not enough" in line for line in said) == 1
 
 
+def test_all_precisions_are_measured_if_fp8_loses_more_than_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of single layers promised less, and no attempt is left."""
+    monkeypatch.setattr(plan, "this_machine", lambda config, dtype: [GPU])
+    monkeypatch.setattr(mixed, "MOST_TRIES", 1)
+    said: list[str] = []
+    made = quantized(replace(asked(tmp_path), max_loss=0.02, target={"itl": 0.00015}), said).of(Quantized)
+    assert "int8" in made.shares and made.loss < 0.0198 and not made.failed
+    assert any("not enough: they lose 0.0" in line and "and 0.0198 are allowed" in line for line in said)
+
+
 def test_fp8_beside_plain_weights_stays_if_it_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "this_machine", lambda config, dtype: [GPU])
     given = replace(asked(tmp_path), max_loss=0.02, target={"itl": 0.00015}, memory=8 << 30)

@@ -17,6 +17,7 @@ from kvern.planning.choice import model_of
 from kvern.ranks.ranks import Ranks
 from kvern.runner.plan import CPU_KERNELS
 from tests.support.cache_folder import load_kernels
+from tests.support.encoders import make_encoder
 from tests.support.families import make_checkpoint
 from tests.support.gguf_files import WITHOUT_TOKENIZER, write_gguf
 
@@ -72,6 +73,22 @@ def test_shares_of_ranks_have_the_rows_of_the_whole(tmp_path: Path) -> None:
     parts = [share.lm_head.method.embed_share(ids, rows) for share, rows in zip(shares, held, strict=True)]
     assert torch.equal(sum(parts), whole.embed(ids))
     assert not parts[0][held[1].start :].any() and not parts[1][: held[1].start].any()
+
+
+def test_tables_of_layer_inputs_stay_plain(tmp_path: Path) -> None:
+    """Nothing is multiplied by them, and the option is for the matrix of the output layer."""
+    folder = make_checkpoint("gemma3n", tmp_path)
+    plain, found = (load_model(folder, LoadOptions("float32", int8_head=int8)) for int8 in (False, True))
+    assert isinstance(found.lm_head.method, QuantizedMethod) and found.lm_head.method is found.embed_tokens.method
+    assert plain.per_layer is not None and found.per_layer is not None
+    ids = torch.arange(8)
+    assert torch.equal(found.per_layer.table(ids), plain.per_layer.table(ids))
+
+
+def test_an_encoder_has_no_output_layer(tmp_path: Path) -> None:
+    folder = make_encoder("bert", tmp_path)
+    with pytest.raises(ConfigError, match=r"^head_quantization int8 .* it has no output layer: leave"):
+        LLM(str(folder), head_quantization="int8", dtype="float32", threads=1)
 
 
 @pytest.mark.parametrize(

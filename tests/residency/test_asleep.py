@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,14 +35,6 @@ PROMPT = [5, 9, 17, 33, 2, 81]
 BLOCK = 1 << 20
 
 
-async def sleep(client: EngineClient) -> None:
-    """Has engines sleep, or end if they cannot."""
-    if client.sleeps:
-        assert await client.sleep()
-    else:
-        await client.rest()
-
-
 async def answer(client: EngineClient, adapter: str | None = None, sleep_after: int | None = None) -> list[int]:
     """The tokens of an answer, in the middle of which the engine may sleep and wake."""
     news = asyncio.Event()
@@ -49,8 +42,7 @@ async def answer(client: EngineClient, adapter: str | None = None, sleep_after: 
     async for _ in client.replicas.follow([generation], news):
         if sleep_after is not None and len(generation.output.outputs[0].token_ids) >= sleep_after:
             sleep_after = None
-            await sleep(client)
-            assert not generation.output.finished
+            assert await client.sleep() == client.sleeps and not generation.output.finished
             await client.start()
     return generation.output.outputs[0].token_ids
 
@@ -129,7 +121,7 @@ def test_divided_models_sleep(division: str, tmp_path: Path) -> None:
             assert client.sleeps == ("enable_dp_attention" not in DIVISIONS[division])
             expected = await answer(client)
             for after in (None, 5, 1):
-                await sleep(client)
+                assert await client.sleep() == client.sleeps, "it slept, or has ended"
                 await client.start()
                 assert await answer(client, sleep_after=after) == expected
             assert all(map(counts_once, client.replicas))
@@ -195,6 +187,20 @@ def test_a_trace_that_waits_for_steps_keeps_no_engine_awake() -> None:
                 await taking
             await client.start()
             await answer(client)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_cannot_sleep_ends_and_the_reason_is_told_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with EngineClient(EngineConfig("kvern-1m", **OPTIONS)) as client:
+            expected, link = await answer(client), link_of(client)
+            link.ready = msgspec.structs.replace(link.ready, sleeps=False)  # as with DP attention
+            assert not client.sleeps and not await client.sleep()
+            assert "as it cannot sleep: engines with DP attention do not sleep" in caplog.text
+            assert not any(record.exc_info for record in caplog.records)
+            await client.start()
+            assert client.sleeps and await answer(client) == expected
 
     asyncio.run(run())
 

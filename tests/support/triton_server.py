@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -82,7 +83,9 @@ class TritonServer:
         command += [f"--{name}-port={getattr(self, name)}" for name in ("http", "grpc", "metrics")]
         self._log_path = folder / "triton.log"
         self._log = self._log_path.open("wb")
-        self.process = subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log)
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=self._log, stderr=self._log, start_new_session=True
+        )
         client = [str(ENVIRONMENT / "bin" / "python"), str(ROOT / "tests/support/triton_client.py")]
         self._client = subprocess.Popen(
             [*client, f"127.0.0.1:{self.grpc}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -151,7 +154,10 @@ class TritonServer:
         self._client.wait(PATIENCE)
         self._reader.join(PATIENCE)
         self._client.stdout.close()
-        self.process.kill()  # its own end takes seconds; the processes of models that are loaded end with it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # its own end takes seconds, and stubs of models would survive it
         self.process.wait(PATIENCE)
         self._log.close()
 

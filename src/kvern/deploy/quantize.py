@@ -125,17 +125,19 @@ class Quantize:
         return result
 
     def _best(self, work: Work, checkpoint: Checkpoint, rows: Calibration) -> MixedReport:
-        """Writes the best mixture of the plan's formats; of all, if those leave so much plain that it is not enough."""
+        """Writes the best mixture of the plan's formats; of all, if those lose too much or leave so much plain that it
+        is not enough."""
         formats = [] if work.asked.mixture is not None else work.of(Planned).formats
         try:
             report = self._mix(work, checkpoint, rows, formats)
-            lacks = why_smaller(_estimate(work), work.asked.target) if formats and PLAIN in _shares(report) else ""
         except AllPlain:
             if not formats:
                 raise
             lacks = "no layer can be within --max-loss"
-        if not lacks:
-            return report
+        else:
+            lacks = _lacks(work, report) if formats else ""
+            if not lacks:
+                return report
         work.say(f"    all precisions are measured, as {formats[0]} and plain weights are not enough: {lacks}")
         return self._mix(work, checkpoint, rows, [])
 
@@ -199,6 +201,13 @@ def _estimate(work: Work) -> Estimate:
     release()  # what is free of a GPU is in the estimate
     folder = work.folder / WEIGHTS
     return estimated(EngineConfig(str(folder)), folder, load_of(work), work.asked.memory)[0][0]
+
+
+def _lacks(work: Work, report: MixedReport) -> str:
+    """Returns why the weights that were written are not enough, or ""."""
+    if work.asked.max_loss is not None and not (budget := Budget(loss=work.asked.max_loss)).kept_by(report):
+        return f"they lose {loss_of(report):.4g} nats a token, and {budget.nats:.4g} are allowed"
+    return why_smaller(_estimate(work), work.asked.target) if PLAIN in _shares(report) else ""
 
 
 def _shares(report: MixedReport) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Plain weights that become FP8, INT8 or INT4 while they are loaded: the plain ones are never held whole."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvern.errors import ConfigError
-from kvern.formats.choice import EMBEDDINGS, HEAD, all_but
+from kvern.formats.choice import HEAD, all_but
 from kvern.formats.groups import Form, GroupedMethod, pack_pairs
 from kvern.formats.scaled import Code, Rounding, Scaled, ScaledMethod, quantized_rows
 from kvern.layers.build_options import BuildOptions
@@ -88,13 +89,14 @@ def with_int8_head(methods: LinearMethods, unquantized: LinearFormat, *, tied: b
     Activations stay plain, or a CPU's kernel rounds each 32 of them with a scale. Raises ConfigError if the
     checkpoint's is not plain.
     """
-    path, pattern = ("model.embed_tokens", EMBEDDINGS) if tied else ("lm_head", HEAD)
+    path = "model.embed_tokens" if tied else "lm_head"
     if methods.of(path) is not unquantized:
         raise ConfigError(
             "head_quantization is int8, but the model's output layer is stored quantized: leave head_quantization out"
         )
     head: LinearFormat = Online("int8")
-    return replace(methods, rules=(*((item, head) for item in dict.fromkeys((pattern, HEAD))), *methods.rules))
+    matrix = re.compile(rf"^{re.escape(path)}$")  # tables of layer inputs stay plain: no row of theirs is a head's
+    return replace(methods, rules=((matrix, head), (HEAD, head), *methods.rules))
 
 
 def made_online(quantization: str, unquantized: LinearFormat) -> LinearMethods:

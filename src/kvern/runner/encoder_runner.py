@@ -191,6 +191,10 @@ def check_encoder(config: EngineConfig, spec: ModelSpec, device: torch.device, *
             on_gpu and config.deterministic,
             "there a text's last bits depend on its step: leave deterministic off, or use device cpu",
         ),
+        f"head_quantization {config.head_quantization}": (
+            config.head_quantization == "int8",
+            "it has no output layer: leave head_quantization out",
+        ),
         f"proposer {config.proposer}": (config.proposer is not None, "nothing is generated: leave proposer out"),
         f"kv_tier {config.shown_kv_tier}": (bool(config.kv_tier), "there is no KV cache: leave kv_tier out"),
         f"kv_cache_dtype {config.kv_cache_dtype}": (

@@ -159,6 +159,8 @@ class Supervisor:
         """
         if not self.is_ready:
             raise EngineDied("the engine is being replaced")
+        if not self.link.ready.sleeps:
+            raise EngineDied("engines with DP attention do not sleep, nor do those on a GPU without enable_sleep")
         self.available.clear()
         self._falling = asyncio.get_running_loop().create_future()
         self.link.socket.send(encode(FinishRequests([*unanswered])))
