@@ -2,19 +2,23 @@
 
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvern.layers.unquantized import UnquantizedMethod
+from kvern.models.fallback.decoder import load_fallback
+from kvern.models.fallback.description import describe
 from kvern.models.loader import load_model
-from kvern.runner import first_products
-from kvern.runner.first_products import FEW, ROWS_AT_ONCE, FirstProducts, numbers_of_rows
+from kvern.runner.first_products import ROWS_AT_ONCE, FirstProducts, numbers_of_rows
+from kvern.runner.loaded_model import Draft, LoadedModel
+from kvern.runner.plan import Layout
+from kvern.runner.step_graphs import capture_one
 from tests.support.families import make_checkpoint
 
-MOST = 1000
+MOST, REQUESTS = 1000, 20
 Shapes = dict[tuple[int, int], list[int]]
 
 
@@ -31,24 +35,43 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Shapes:
     return found
 
 
-def products(tmp_path: Path) -> FirstProducts:
-    return FirstProducts(load_model(make_checkpoint("mixtral", tmp_path, vocab_size=200)), MOST)
+def products(decoder: Any, draft: Any = None) -> FirstProducts:
+    layout = Layout(MOST, 10, 16, 1, "float32", REQUESTS, MOST, 1, {}, "cpu", ())
+    drafts = None if draft is None else Draft(draft, cast("Any", None))
+    return FirstProducts(LoadedModel(decoder, cast("Any", None), None, None, draft=drafts), layout)
 
 
-def test_each_kind_of_matrix_is_multiplied_once_by_each_number_of_rows(
-    multiplied: Shapes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_products, "MOST_HEAD_OUTPUTS", 199)
-    found = products(tmp_path)
+def mixtral(tmp_path: Path) -> FirstProducts:
+    return products(load_model(make_checkpoint("mixtral", tmp_path, vocab_size=200)))
+
+
+def compute(found: FirstProducts) -> None:
     while found.missing:
         found.capture_next()
+
+
+def test_each_kind_of_matrix_is_multiplied_once_by_each_number_of_rows(multiplied: Shapes, tmp_path: Path) -> None:
+    """An output layer by those that a step may score: other products would take memory that no step takes."""
+    compute(mixtral(tmp_path))
     assert multiplied.keys() >= {(200, 48)} and len(multiplied) > 2
     for (outputs, _), numbers in multiplied.items():
-        assert sorted(numbers) == numbers_of_rows(FEW if outputs == 200 else MOST)
+        assert sorted(numbers) == numbers_of_rows(REQUESTS if outputs == 200 else MOST)
+
+
+def test_models_of_transformers_and_drafts_take_part(multiplied: Shapes, tmp_path: Path) -> None:
+    folder = make_checkpoint("apertus", tmp_path / "apertus", vocab_size=200)
+    decoder = load_fallback(folder, describe(folder), torch.float32)
+    draft = load_model(make_checkpoint("llama", tmp_path / "llama", vocab_size=200, intermediate_size=80))
+    compute(products(decoder))
+    own = set(multiplied)
+    assert len(own) > 2 and sorted(multiplied[200, decoder.spec.hidden_size]) == numbers_of_rows(REQUESTS)
+    multiplied.clear()
+    compute(products(decoder, draft))
+    assert own < set(multiplied) and any(80 in shape for shape in multiplied)
 
 
 def test_steps_may_begin_between_some_rows(multiplied: Shapes, tmp_path: Path) -> None:
-    found = products(tmp_path)
+    found = mixtral(tmp_path)
     before = 0
     while found.missing:
         found.capture_next()
@@ -57,14 +80,35 @@ def test_steps_may_begin_between_some_rows(multiplied: Shapes, tmp_path: Path) -
         before = rows
 
 
-def test_without_memory_they_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_without_memory_they_are_left_out(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also on one of several ranks, and whoever says so: the driver loads kernels into memory of its own."""
+
     def multiply(*_: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(UnquantizedMethod, "multiply", multiply)
-    found = products(tmp_path)
-    found.capture_next()
-    assert not found.missing
+    found = mixtral(tmp_path)
+    assert not capture_one([found], is_alone=False)
+    assert not found.missing and "no GPU memory to load kernels" in caplog.text
+
+
+def test_other_faults_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(*_: Any) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(UnquantizedMethod, "multiply", multiply)
+    with pytest.raises(RuntimeError, match="illegal"):
+        capture_one([mixtral(tmp_path)], is_alone=True)
 
 
 @pytest.mark.parametrize("most", [1, 2, 100, 513, 8192])

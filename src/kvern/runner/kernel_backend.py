@@ -27,7 +27,7 @@ from kvern.device.rows import NO_WINDOWS, BatchRows
 from kvern.device.timing import time_calls
 from kvern.drafting.device.device_draft_model import DeviceDraftModel
 from kvern.drafting.device.draft_graphs import MOST_ROWS, DraftGraphs, ModelSteps, draft_runs, padded_rows
-from kvern.drafting.device.drafter import Captures, Drafter, DrawingDrafter, ReadingDrafter, StepReader
+from kvern.drafting.device.drafter import Drafter, DrawingDrafter, ReadingDrafter, StepReader
 from kvern.drafting.device.head_drafter import HeadDrafter, MedusaDrafter
 from kvern.drafting.device.head_graphs import DeviceHead, HeadGraphs
 from kvern.drafting.models.head import DraftHead
@@ -355,10 +355,7 @@ class KernelBackend:
                 loaded.times.memory = memory
                 loaded.times.on_all = partial(_on_all, loaded.ranks.of_own_stage(), self._device)
                 loaded.times.expect(graphs[0])
-        others: list[Captures] = []
-        on_gpu = self._device.type == "cuda" and isinstance(loaded.decoder, nn.Module)
-        if on_gpu and loaded.ranks.dp_attention is None:  # there a start waits for all that is done while idle
-            others.append(FirstProducts(cast("nn.Module", loaded.decoder), layout.max_batch_tokens))
+        others = [FirstProducts(loaded, layout)] if self._device.type == "cuda" else []
         return DeviceRunner(model, loaded, drafter, graphs, others)
 
     def _graph_options(self, drafter: Drafter | None, tokens: int) -> GraphOptions:

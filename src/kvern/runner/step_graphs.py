@@ -305,7 +305,7 @@ def give_up(missing: deque[Any], error: RuntimeError, *, is_alone: bool) -> None
 
     Raises any other error, and ConfigError on one of several ranks: others have them, and would run other steps.
     """
-    if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):  # which the driver says
+    if not lacks_memory(error):
         raise error
     count = 1 + len(missing)
     if not is_alone:
@@ -316,3 +316,9 @@ def give_up(missing: deque[Any], error: RuntimeError, *, is_alone: bool) -> None
     logger.warning("no GPU memory for %d CUDA graphs: such steps run slower; %s", count, in_a_line(error))
     missing.clear()
     torch.cuda.empty_cache()
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Returns whether there was no GPU memory, as PyTorch, the driver or cuBLAS says it."""
+    said = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in said)
