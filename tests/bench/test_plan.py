@@ -26,7 +26,7 @@ from kvern.models.loader import outline_model
 from kvern.models.precision import shares
 from kvern.planning import hardware
 from kvern.planning.choice import _share, choose, model_of
-from kvern.planning.estimate import EXPOSED, Model, Split, Workload, estimate, seconds_of, splits
+from kvern.planning.estimate import EXPOSED, Model, Split, Workload, estimate, prompt_seconds, seconds_of, splits
 from kvern.planning.hardware import (
     CARDS,
     PCIE,
@@ -39,7 +39,7 @@ from kvern.planning.hardware import (
     parse_hardware,
     this_machine,
 )
-from kvern.planning.splitting import SHORT_TOKENS, Roles, advice, roles
+from kvern.planning.splitting import COPIED, REST_TOKENS, SHORT_TOKENS, Roles, advice, roles
 from tests.support.cache_folder import load_kernels, pretend_tiles
 
 LLAMA = {
@@ -232,6 +232,18 @@ def test_prefill_engines_are_weighed_by_what_they_give_and_cost(models: dict[str
         "2 prefill + 2 decode",
         "3 prefill + 1 decode",
     ]
+
+
+def test_pages_of_all_steps_of_a_prompt_but_the_last_are_copied_beside_that(models: dict[str, Model]) -> None:
+    """Of 8192 tokens, 131 kB each, the copies of 2048 are waited for; of models with windows all."""
+    plain = models["8b"]
+    layer, *others = plain.spec.layers
+    windowed = replace(layer, mixer=replace(layer.mixer, window=4096))
+    for model, tokens in ((plain, 2048), (replace(plain, spec=replace(plain.spec, layers=(windowed, *others))), 8192)):
+        _, apart = divided(model, 2, Workload(1, 8192, 128))
+        prompt, rest = (prompt_seconds(model, CARDS["h200"], Split(1, 1), size, 8192) for size in (8192, REST_TOKENS))
+        copies = 2 * tokens * 2 * 32 * 8 * 128 * 2 / COPIED
+        assert apart.first_long == pytest.approx(prompt + copies + rest + apart.between)
 
 
 def test_no_division_answers_more_requests_than_there_are(models: dict[str, Model]) -> None:

@@ -300,7 +300,7 @@ def test_the_last_part_is_a_small_one(
     family: str, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless nothing is loaded meanwhile: of windows and states."""
-    monkeypatch.setattr("kvern.engine.hand_overs.LAST_PART", 64)
+    monkeypatch.setattr("kvern.cache.shared_prompt.LAST_PART", 64)
     with LLM(str(make_checkpoint(family, tmp_path)), **OPTIONS, kv_tier=("host:32MB",)) as llm:
         core, computed = core_here(llm), list[list[int]]()
         core._clock, submit = (lambda: 0.0), core.executor.submit

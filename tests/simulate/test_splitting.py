@@ -10,7 +10,7 @@ from kvern.errors import ConfigError
 from kvern.loads.request import LoadRequest
 from kvern.loads.source import read_load
 from kvern.serving.choice import LEAST_HANDED_OVER, MOST_AHEAD, hands_over
-from kvern.simulate.engine import DrivenEngine, Prompts, simulated_engine
+from kvern.simulate.engine import DrivenEngine, EngineSizes, Prompts, simulated_engine
 from kvern.simulate.prediction import predicted
 from kvern.simulate.splitting import SplitFleet, read_split, with_peers
 from kvern.simulate.study import Condition, read_compared, resolved, run_once
@@ -25,9 +25,11 @@ LARGE = with_peers(
 )
 
 
-def run(load: list[LoadRequest], prefill: int = 1, decode: int = 1) -> tuple[SplitFleet, list[DrivenEngine]]:
+def run(
+    load: list[LoadRequest], prefill: int = 1, decode: int = 1, sizes: EngineSizes = LARGE
+) -> tuple[SplitFleet, list[DrivenEngine]]:
     pace = predicted(EvenPrice(), has_target=False)
-    engines = [simulated_engine(LARGE, EvenPrice(), pace) for _ in range(prefill + decode)]
+    engines = [simulated_engine(sizes, EvenPrice(), pace) for _ in range(prefill + decode)]
     fleet = SplitFleet(engines, prefill)
     fleet.run(load, Prompts())
     fleet.check_integrity()
@@ -52,13 +54,25 @@ def test_long_prompts_are_handed_over_and_short_ones_stay() -> None:
     assert computed(usual) == 100 + 255 + 64 + sum(rest) + len(lengths) * 4
 
 
-def test_a_prompt_takes_the_prefill_a_transfer_and_a_step() -> None:
-    """Its pages are saved beside the second step of the prefill."""
-    _, (_, usual) = run([LoadRequest(0.0, 513, 2)])
+@pytest.mark.parametrize(("tokens", "pages"), [(513, 0), (1000, 7)])
+def test_a_prompt_takes_the_prefill_two_transfers_of_its_last_pages_and_a_step(tokens: int, pages: int) -> None:
+    """Those of the first step are saved and loaded beside the second."""
+    _, (_, usual) = run([LoadRequest(0.0, tokens, 2)])
     [answer] = usual.timeline.answers.values()
-    least = (1 + 5.12) + (1 + 0.01) + (0.05 + 8 * 64 * 1000 / 1e7) + 1.01
+    transfer = 0.05 + pages * 64 * 1000 / 1e7 if pages else 0
+    least = (1 + 5.12) + (1 + 0.01 * (tokens - 512)) + 2 * transfer + (1 + 0.01 * (tokens - 512 - pages * 64))
     assert least <= answer.ttft < least + 0.01
     assert answer.e2e == pytest.approx(answer.ttft + 1.01)
+
+
+def test_pages_that_come_too_slowly_are_waited_for() -> None:
+    """Those of the first step have not come when the second ends."""
+    slow = with_peers(msgspec.structs.replace(LARGE, tier=TierSizes((StoreSizes("host", 1 << 30, 0.05, 6e5, ""),))))
+    _, (_, usual) = run([LoadRequest(0.0, 513, 2)], sizes=slow)
+    [answer] = usual.timeline.answers.values()
+    transfer = 0.05 + 8 * 64 * 1000 / 6e5
+    least = (1 + 5.12) + 2 * transfer + 1.01
+    assert least <= answer.ttft < least + 0.01
 
 
 def test_the_next_turn_of_a_conversation_stays_where_its_prompt_is() -> None:

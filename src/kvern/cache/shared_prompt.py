@@ -6,6 +6,15 @@ from dataclasses import dataclass, field
 
 from kvern.cache.messages import PageSave, Part, TierIndex
 
+LAST_PART = 2048
+"""Tokens of a prompt for another engine that are computed in a step after all others: the pages of these are saved and
+loaded meanwhile, which takes about half as long."""
+
+
+def before_last_part(remaining: int) -> int:
+    """Returns how many of a prompt's tokens one step computes at most, if parts of it are told."""
+    return remaining - LAST_PART if 2 * remaining >= 3 * LAST_PART else remaining
+
 
 class OtherSaves:
     """The pages of which other ranks may still be saving their parts, by the steps that they were told with."""

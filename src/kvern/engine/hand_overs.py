@@ -18,16 +18,6 @@ HAND_OVER_SECONDS = 1.0
 """Seconds after which a prompt is handed over though pages are still on their way, as to a store that hangs."""
 
 
-LAST_PART = 2048
-"""Tokens of a prompt for another engine that are computed in a step after all others: the pages of these are saved and
-loaded meanwhile, which takes about half as long."""
-
-
-def before_last_part(remaining: int) -> int:
-    """Returns how many of a prompt's tokens one step computes at most, if parts of it are told."""
-    return remaining - LAST_PART if 2 * remaining >= 3 * LAST_PART else remaining
-
-
 class HandOvers:
     """The prompts of one engine that are computed for others. `statistics`: the engine's."""
 

@@ -26,8 +26,8 @@ from functools import partial
 
 from kvern.adapters.places import AdapterPlaces
 from kvern.cache.manager import KVCacheManager
+from kvern.cache.shared_prompt import before_last_part
 from kvern.drafting.room import Wanted, to_guess, to_verify
-from kvern.engine.hand_overs import before_last_part
 from kvern.engine.queues import Cause, Policy, RunningRequests, WaitingQueue, future_siblings
 from kvern.engine.recorder import Recorder
 from kvern.engine.rows import decode_token

@@ -2,7 +2,9 @@
 
   both     an engine's time = prompts + decode steps; a step with a part of a prompt takes as long as both
   p + d    requests a second = the least of what p engines compute of prompts, what d engines decode, and what so many
-           concurrent requests ask for; every handed prompt costs two copies and some tokens in the decode engine
+           concurrent requests ask for; every handed prompt costs two copies of what its last step writes, and some
+           tokens in the decode engine. Pages of the steps before are copied meanwhile, of models without windows and
+           states
 
 Requests come at random and wait for prompts before them as in a queue M/D/1. Decode engines compute short prompts. They
 are estimates from the seconds of steps, without prefix hits, and without `--target-itl`.
@@ -11,10 +13,13 @@ are estimates from the seconds of steps, without prefix hits, and without `--tar
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvern.cache.shared_prompt import before_last_part
 from kvern.planning.estimate import Estimate, Model, Split, Workload, decode_seconds, prompt_seconds
-from kvern.planning.hardware import PCIE, Card
+from kvern.planning.hardware import Card
 from kvern.runner.plan import BATCH_REQUESTS, BATCH_TOKENS
 
+COPIED = 47e9
+"""Bytes per second between a GPU and pinned host memory beside steps, one way, as measured on an H200 (PCIe 5)."""
 SHORT_TOKENS = 256
 """The tokens of a short prompt; shorter ones are not handed over."""
 REST_TOKENS = 64
@@ -130,18 +135,21 @@ class _Costs:
         """Some engines compute prompts for others."""
         output = self._workload.output
         rest = self._computing(REST_TOKENS)
-        copies = 2 * self._workload.input * self._found.token_bytes / PCIE
+        copies = self._copies()
         most = min(BATCH_REQUESTS["cuda"], self._found.cache_tokens // (self._workload.input + output))
-        batch = 1
-        rate = 0.0
-        for batch in range(1, most + 1):
-            step = self._decoding(batch)
-            rate = decode * batch / (output * step + batch * rest)
-            if rate * (self._prompt + copies) + decode * batch >= self._workload.requests:
+        step = self._decoding(1)
+        batch = rate = there = 0.0
+        for size in range(1, most + 1):
+            slower = self._decoding(size)
+            rate = decode * size / (output * slower + size * rest)
+            total = rate * (self._prompt + copies) + decode * size
+            share = min(1.0, (self._workload.requests - there) / (total - there))
+            batch = size - 1 + share  # the share of the time in which there are so many, not one less
+            step += share * (slower - step)
+            there = total
+            if share < 1 or rate * self._prompt >= prefill:
                 break
-            if rate * self._prompt >= prefill:
-                break
-        step = self._decoding(batch)
+        rate = decode * batch / (output * step + batch * rest)
         alone = self._prompt + copies + rest + output * step
         rate = min(rate, prefill / self._prompt, self._workload.requests / alone)
         waits = min(self._queue(rate * self._prompt / prefill), self._workload.requests / rate - alone)
@@ -156,6 +164,17 @@ class _Costs:
             first_long=max(waits, 0.0) + self._prompt + copies + rest + step,
             between=step + (rest if batch > RARE * output else 0.0),
         )
+
+    def _copies(self) -> float:
+        """The seconds from the last step of a prompt until its pages have come."""
+        tokens, second = self._workload.input, COPIED / self._found.token_bytes
+        last = tokens - before_last_part(tokens) or tokens
+        spec = self._model.spec
+        if last == tokens or self._model.state_bytes or any(item.window for item in spec.attentions):
+            return 2 * tokens / second
+        before = min(tokens - last, BATCH_TOKENS["cuda"])
+        beside = self._prompt - self._computing(tokens - last)
+        return max(last / second, 2 * before / second - beside) + last / second
 
     def _queue(self, busy: float) -> float:
         """The seconds that a prompt waits for those before it."""

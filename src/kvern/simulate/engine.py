@@ -251,6 +251,11 @@ class DrivenEngine:
         self.timeline.arrived(spec, arrival)
         self.core.add(spec)
 
+    def bring(self, spec: RequestSpec, moment: float) -> None:
+        """Loads at this time, or later if a step was running, what stores have of a prompt that will come."""
+        self.clock.reach(moment)
+        self.core.bring(spec)
+
     def step(self, until: float = math.inf) -> list[TokenEvent]:
         """Does what the process of an engine does in one turn; the next request arrives then.
 
@@ -294,14 +299,15 @@ def simulated_engine(
         pages = page_sizes(sizes.block_size, sizes.token_bytes, sizes.max_batch_tokens, sizes.on_device)
         stores = make_stores(sizes.tier, pages, threads)
         tier = make_tier(sizes.tier, pages, sizes.block_size, threads, stores)
-        engine = DrivenEngine(sizes, threads, TieredExecutor(threads, price, timeline.ended, tier), timeline, pace)
+        executor = TieredExecutor(threads, price, timeline.ended, tier, sizes.on_device)
+        engine = DrivenEngine(sizes, threads, executor, timeline, pace)
         engine.stores = stores
         return engine
     clock = VirtualClock()
-    executor = SimulatedExecutor(clock, price, timeline.ended)
-    engine = DrivenEngine(sizes, clock, executor, timeline, pace)
+    plain = SimulatedExecutor(clock, price, timeline.ended)
+    engine = DrivenEngine(sizes, clock, plain, timeline, pace)
     if leaps and sizes.depth <= MOST_FLYING:
-        engine.leaps = Leaps(engine.scheduler, executor, timeline, clock, sizes.depth, engine.pace)
+        engine.leaps = Leaps(engine.scheduler, plain, timeline, clock, sizes.depth, engine.pace)
     return engine
 
 

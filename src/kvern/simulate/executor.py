@@ -77,8 +77,8 @@ class SimulatedStep:
         self._executor = executor
 
     def done(self) -> bool:
-        """See `StepResult`: the time of a step passes when it is waited for."""
-        return True
+        """See `StepResult`: the time of a step passes when it is waited for, unless something goes on beside it."""
+        return self._executor.has_ended(self)
 
     def result(self) -> ModelRunnerOutput:
         """Lets the time of the step pass; it begins when the step before has ended."""
@@ -154,6 +154,10 @@ class SimulatedExecutor:
         self._observe(max(self.ended, self._launched), output.scheduled, output.request_ids)
         nothing = [None] * len(output.scheduled)
         return ModelRunnerOutput(self.sampled(output), list(nothing), list(nothing))
+
+    def has_ended(self, step: SimulatedStep) -> bool:
+        """Returns whether the oldest step has ended, as far as somebody would look before it is waited for."""
+        return True
 
     def end_of(self, output: SchedulerOutput, begun: float) -> float:
         """Returns the end of a step that begins now, or when the one before ended."""

@@ -2,10 +2,11 @@
 
 arrival --hands_over--> prefill engine: the prompt alone, until its pages are in the host's memory
             |                  |
-            +--> decode engine <--+  which loads the pages from there: the store `peer`
+            +--> decode engine <--+  which loads the pages from there: the store `peer`, parts of them before the last
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -74,8 +75,10 @@ class SplitFleet(Fleet):
         self._prefill = prefill
         self._alone: dict[str, tuple[RequestSpec, float]] = {}
         """Requests whose prompts are computed for others, with their arrivals."""
-        self._computed: list[tuple[float, int, str, Member]] = []
-        """Those whose pages are there: the moments at which the server learns of it."""
+        self._stored: list[tuple[float, int, str, Member | None]] = []
+        """Those of which some pages are there, or all, with the engine that has ended with them: the moments at which
+        the server learns of it."""
+        self._numbers = itertools.count()
         self._continued: set[str] = set()
         """Requests that decode engines have got with a computed prompt."""
         _connect(engines)
@@ -84,17 +87,22 @@ class SplitFleet(Fleet):
         """Lets engines take the turns that begin before a moment, and decode engines go on with prompts."""
         while True:
             turn = self._due[0][0] if self._due else math.inf
-            computed = self._computed[0][0] if self._computed else math.inf
-            if min(turn, computed) >= until:
+            stored = self._stored[0][0] if self._stored else math.inf
+            if min(turn, stored) >= until:
                 return
-            if computed <= turn:
-                moment, _, name, member = heapq.heappop(self._computed)
-                self._hand_over(name, member, moment)
-            else:
+            if stored > turn:
                 self._turn()
+                continue
+            moment, _, name, member = heapq.heappop(self._stored)
+            if member is None:
+                self._bring(name, moment)
+            else:
+                self._hand_over(name, member, moment)
 
     def _told(self, member: Member, events: Sequence[TokenEvent]) -> None:
         for event in events:
+            if event.stored_tokens:
+                self._note(member, event.request_id, None)
             if event.finish_reason is None:
                 continue
             if event.request_id in self._continued:
@@ -104,7 +112,11 @@ class SplitFleet(Fleet):
             self.loaded_tokens += sum(event.loaded_tokens.values())
             if event.request_id in self._alone:
                 self.handed += 1
-                heapq.heappush(self._computed, (member.engine.clock.now, self.handed, event.request_id, member))
+                self._note(member, event.request_id, member)
+
+    def _note(self, member: Member, name: str, ended: Member | None) -> None:
+        """The server learns that some of a prompt is stored, or that an engine has ended with it."""
+        heapq.heappush(self._stored, (member.engine.clock.now, next(self._numbers), name, ended))
 
     def _give(self, spec: RequestSpec, arrival: float) -> None:
         names = prompt_names(spec)
@@ -114,9 +126,18 @@ class SplitFleet(Fleet):
         uncached = spec.prompt_length - self._index.held_tokens(names, usual.number)
         if hands_over(uncached, before.tokens, usual.tokens):
             self._alone[f"{spec.request_id}#0"] = spec, arrival
-            self._put(spec.prompt_alone(), arrival, before, names, levels)
+            self._put(spec.prompt_alone(tells_parts=True), arrival, before, names, levels)
         else:
             self._put(spec, arrival, usual, names, levels)
+
+    def _bring(self, name: str, moment: float) -> None:
+        """Some of a prompt is stored: the decode engine that is likely to go on loads it."""
+        spec, _ = self._alone[name]
+        usual = self._cheapest(self._index.levels(prompt_names(spec)), prefill=False)
+        self._reach(usual, moment)
+        usual.engine.bring(spec.prompt_alone(), moment)
+        if usual.due == math.inf and usual.engine.has_work:
+            self._let(usual, usual.engine.clock.now)
 
     def _hand_over(self, name: str, member: Member, moment: float) -> None:
         """A prompt is computed: a decode engine goes on."""

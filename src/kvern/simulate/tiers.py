@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from kvern.cache.messages import blocks_of_page
+from kvern.cache.messages import PageSave, TierMessage, blocks_of_page
 from kvern.errors import ConfigError
-from kvern.request.step import SchedulerOutput, StepResult
+from kvern.request.step import ModelRunnerOutput, SchedulerOutput, StepResult
 from kvern.runner.page_groups import HeadGroup
 from kvern.runner.tier import Tier
 from kvern.runner.tiered import TieredSteps, computing
-from kvern.simulate.executor import Observe, Price, SimulatedExecutor, VirtualClock
+from kvern.simulate.executor import Observe, Price, SimulatedExecutor, SimulatedStep, VirtualClock
 from kvern.tiers.arena_layout import Layout
 from kvern.tiers.host import SMALLEST_CELL, cell_for
 from kvern.tiers.page_memory import Parts, Piece
@@ -431,11 +431,34 @@ def make_tier(
 class TieredExecutor(SimulatedExecutor):
     """A simulated executor with a tier, whose copies steps wait for as those of a real one do."""
 
-    def __init__(self, clock: VirtualClock, price: Price, observe: Observe, tier: Tier) -> None:
+    def __init__(self, clock: VirtualClock, price: Price, observe: Observe, tier: Tier, on_device: bool) -> None:
         super().__init__(clock, price, observe)
-        self.tier = tier
+        self.tier = self._tier = tier
+        self._on_device = on_device
+        self._written: dict[int, list[PageSave]] = {}
+        """The pages that steps write which have not ended, by the numbers of the steps: they are saved at the end."""
         self._steps = TieredSteps(computing(partial(SimulatedExecutor.submit, self)), tier)
 
     def submit(self, output: SchedulerOutput) -> StepResult:
         """Begins a step, or what a tier does beside none."""
+        message = output.message(TierMessage)
+        if message is not None and message.written:
+            self._written[output.step] = [*message.written]
+            message.written.clear()
         return self._steps.execute(output)
+
+    def end(self, output: SchedulerOutput, submitted: float) -> ModelRunnerOutput:
+        """Ends the oldest step, which has written pages by then."""
+        found = super().end(output, submitted)
+        if (written := self._written.pop(output.step, None)) is not None:
+            self._tier.save(written)
+            self._tier.put()
+        return found
+
+    def has_ended(self, step: SimulatedStep) -> bool:
+        """Returns whether the oldest step has ended: pages are saved while a GPU computes, which the host sees."""
+        if not self._on_device:
+            return True
+        if self._drawn is None:
+            self._drawn = self._seconds(step.output)
+        return self._clock.now >= max(self.ended, step.submitted) + self._drawn
