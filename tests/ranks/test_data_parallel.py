@@ -252,7 +252,6 @@ def test_the_command_says_why_it_cannot(capsys: pytest.CaptureFixture[str]) -> N
     [
         ([{"model": "tiny", "engine": "0"}], (), "tiny has one engine: add another before"),
         ([], (), "has one engine: add another before"),
-        ([{"model": "tiny", "engine": name, "role": "decode"} for name in ENGINES], (), "cannot be restarted"),
         (
             [{"model": name, "engine": one} for name in ("tiny", "other") for one in ENGINES],
             ("/v1/add_engine",),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ from kvern.tiers.host import HostStore
 from tests.support.families import make_checkpoint
 from tests.support.idle import core_here, is_idle
 from tests.support.peft_adapters import make_adapter
-from tests.support.served import ENGINE, PATIENCE, Served, children_of, command_of, eventually, serving
+from tests.support.served import ENGINE, KEY, PATIENCE, Served, children_of, command_of, eventually, serving
 from tests.support.tiers import settle, tier_of
 
 pytestmark = [
@@ -247,7 +248,7 @@ def test_the_pool_that_is_left_does_both(tiny_model: Path) -> None:
             assert client.replicas.degraded and answer == await tokens_of(client, await begun(client, LONG[1]))
             await until(lambda: decode.statistics.requests == asked + 2)
             added = await client.replicas.add()
-            assert not added.is_prefill
+            assert added.is_prefill and not client.replicas.degraded
 
     asyncio.run(run())
 
@@ -466,14 +467,16 @@ def test_options_make_engines_and_a_tier() -> None:
     assert shared.kv_tier == ("disk:/pages",)
 
 
-def test_a_server_of_both_kinds(tiny_model: Path) -> None:
-    """Long prompts through HTTP, which go over a folder that the engines share."""
+def test_a_server_of_both_kinds(tiny_model: Path, tmp_path: Path) -> None:
+    """Long prompts through HTTP; the prefill engine is replaced by another."""
+    (tmp_path / "keys").write_text(f"admin:{KEY} admin=1\n")
     text = "Once upon a time there was a little dog who had a red ball. " * 8
     options = "--model", str(tiny_model), "--served-model-name", "tiny", "--threads", "1", "--dtype", "float32"
     with LLM(str(tiny_model), threads=1, dtype="float32") as llm:
         [output] = llm.generate(text, SamplingParams(max_tokens=20, temperature=0))
         expected = output.outputs[0].text
-    with serving(*options, "--prefill-engines", "1", "--decode-engines", "1") as served:
+    keys = "--api-key-file", str(tmp_path / "keys")
+    with serving(*options, *keys, "--prefill-engines", "1", "--decode-engines", "1") as served:
         assert answer_of(served, text) == expected
         assert served.figure("tier_hit_tokens_total", store="peer", engine="1") >= LEAST_HANDED_OVER - 64
         assert served.figure("prompts_handed_over_total", engine="0") == 1
@@ -485,10 +488,18 @@ def test_a_server_of_both_kinds(tiny_model: Path) -> None:
         assert [one["engine"] for one in explained["records"]] == ["1"]
         told = served.raw("GET", "/ready")[2]
         assert "degraded" not in told
-        assert [(one["engine"], one["role"]) for one in told["engines"]] == [("0", "prefill"), ("1", "decode")]
-        with served.held():
-            os.kill(min(engines(served.process.pid)), signal.SIGKILL)
-            eventually(lambda: "decode engines compute" in served.raw("GET", "/ready")[2].get("degraded", ""))
+        roles = [("0", "prefill"), ("1", "decode")]
+        assert [(one["engine"], one["role"]) for one in told["engines"]] == roles
+        asked = json.dumps({"engine": "0", "grace_seconds": 0}).encode()
+        assert served.raw("POST", "/v1/remove_engine", asked)[0] == 200
+        assert "decode engines compute" in served.raw("GET", "/ready")[2]["degraded"]
+        assert served.raw("POST", "/v1/add_engine", b"{}")[2]["id"] == "0"
+        told = served.raw("GET", "/ready")[2]
+        assert "degraded" not in told
+        assert [(one["engine"], one["role"]) for one in told["engines"]] == roles
+        before = served.figure("prompts_handed_over_total")
+        answer_of(served, f"Then {text}")
+        assert served.figure("prompts_handed_over_total") == before + 1
 
 
 def answer_of(served: Served, text: str) -> str:

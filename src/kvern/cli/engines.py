@@ -75,8 +75,6 @@ class EnginesCommand:
         names = [one["engine"] for one in told if one["model"] == model]
         if len(names) < 2:
             raise ConfigError(f"{model or 'the model'} has one engine: add another before, which answers meanwhile")
-        if any("role" in one for one in told if one["model"] == model):
-            raise ConfigError("prefill engines cannot be restarted, as added engines are decode engines")
         for name in names:
             self._change(server, "remove", name)
             try:

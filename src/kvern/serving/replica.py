@@ -51,8 +51,8 @@ class Siblings(Protocol):
         """There are several engines, which keep prefixes: each tells which."""
 
     @property
-    def splits(self) -> bool:
-        """Some engines compute prompts for the others, or did before they were removed."""
+    def prefill_engines(self) -> int:
+        """The number up to which engines compute prompts for the others, or will when they are back."""
 
     def has_other(self, replica: "Replica") -> bool:
         """Another one takes requests."""
@@ -93,7 +93,7 @@ class Replica:
             self.supervisor, siblings.outputs, self._probation, siblings.turns, self.metrics, self._prefixes
         )
         self.workload.engine = self.name
-        self.is_prefill = number < config.prefill_engines
+        self.is_prefill = number < siblings.prefill_engines
         """It computes prompts for others, and answers only if these are gone."""
         if self.is_prefill:
             self.workload.handed_over = siblings.go_on
@@ -159,7 +159,7 @@ class Replica:
     @property
     def state(self) -> dict[str, object]:
         """Its name, whether it takes requests, and its role if there are several, for people."""
-        role = {"role": "prefill" if self.is_prefill else "decode"} if self._siblings.splits else {}
+        role = {"role": "prefill" if self.is_prefill else "decode"} if self._siblings.prefill_engines else {}
         return {"engine": self.name, "ready": self.supervisor.is_ready, **role}
 
     @property

@@ -140,16 +140,17 @@ class Replicas:
         return str(self._staying[0].supervisor.unavailable or "the engine is being replaced")
 
     @property
-    def splits(self) -> bool:
-        """Some engines compute prompts for the others, or did before they were removed."""
-        return self._config.prefill_engines > 0
+    def prefill_engines(self) -> int:
+        """The number up to which engines compute prompts for the others, or will when they are back."""
+        return self._config.prefill_engines
 
     @property
     def degraded(self) -> str | None:
         """The reason why something works less well than it should; None: all works."""
         if self._servers and not self.resting and not any(server.is_ready for server in self._servers):
             return "no prefill server answers: engines compute all prompts"
-        if not self.splits or self.resting or any(one.is_prefill and one.supervisor.is_ready for one in self._staying):
+        there = any(one.is_prefill and one.supervisor.is_ready for one in self._staying)
+        if not self.prefill_engines or self.resting or there:
             return None
         return "no prefill engine takes requests: decode engines compute all prompts"
 
@@ -526,10 +527,9 @@ class Replicas:
         generation.workload.give(generation, self._chosen(generation).workload)
 
     async def _compute(self, spec: RequestSpec, adapter: str | None, stored: Callable[[int], Awaitable[None]]) -> str:
-        """Compute a prompt for another server, which `stored` tells of how many tokens a store has pages meanwhile.
+        """Compute a prompt for another server, which `stored` tells how many tokens are in stores; what none has.
 
-        Returns what no store has of it. `adapter` is a name. Raises as `follow` and `until_available`.
-        """
+        Raises as `follow` and `until_available`."""
         await self.until_available()
         news = asyncio.Event()
         generation = self.prepare(spec, None, news=news, asked=time.monotonic(), patient=True, adapter=adapter)
@@ -560,7 +560,7 @@ class Replicas:
         generation.hands_over = False
         levels = generation.levels = self.index.levels(generation.names)
         usual = self._cheapest_of(generation, levels, prefill=False)
-        if not self.splits:
+        if not self.prefill_engines:
             return usual
         before = self._cheapest_of(generation, levels, prefill=True)
         if before is None or usual is None or not generation.may_hand_over:
