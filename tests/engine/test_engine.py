@@ -22,6 +22,7 @@ from kvern.request.events import TokenEvent
 from kvern.request.outputs import RequestOutput
 from kvern.request.request import requests_of, sample_seed
 from kvern.serving.wire import AddRequest, decode_for_engine, encode
+from kvern.text.detokenizer import IncrementalDetokenizer
 from kvern.text.tokenizer import Tokenizer
 from tests.support.idle import core_here, is_idle
 from tests.support.internals import core_of, engine_of
@@ -203,6 +204,26 @@ def test_calls_of_as_completed_may_use_the_same_ids(llm: LLM) -> None:
     assert [[output.request_id for output in outputs] for outputs in found] == [[str(row)] * 2 for row in range(3)]
     alone = [output.outputs[0].token_ids for output in llm.generate(PROMPTS[:2], GREEDY)]
     assert all([output.outputs[0].token_ids for output in outputs] == alone for outputs in found)
+
+
+def test_an_answer_that_cannot_be_written_ends_with_its_fault_in_the_engine_as_well(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records and figures do not say that a stop string was found."""
+    append, pieces = IncrementalDetokenizer.append, itertools.count()
+
+    def failing(self: IncrementalDetokenizer, token_ids: list[int]) -> str:
+        if next(pieces) == 3:
+            raise ValueError("no such piece")
+        return append(self, token_ids)
+
+    core, ended = engine_of(llm).core, list[Any]()
+    finish = core.finish
+    monkeypatch.setattr(core, "finish", lambda ids, *why: (ended.append(why), finish(ids, *why))[1])
+    monkeypatch.setattr(IncrementalDetokenizer, "append", failing)
+    with pytest.raises(RequestFailed, match=r"^the answer cannot be written: ValueError$") as failed:
+        list(llm.stream(PROMPTS[0], GREEDY))
+    assert ended[0] == ("abort", str(failed.value)) and is_idle(llm)
 
 
 def test_as_completed_reports_bad_inputs_and_goes_on(llm: LLM) -> None:

@@ -130,8 +130,8 @@ class Engine:
         except BaseException:
             self.abort(self.request_ids)
             raise
-        for request_id, stop in stopped:
-            self.core.finish([request_id], "stop", stop)
+        for request_id, reason, stop in stopped:
+            self.core.finish([request_id], reason, stop)
         for output in changed:
             if output.finished:
                 self._members.pop(output.request_id, None)

@@ -137,11 +137,11 @@ class OutputProcessor:
         self._answers |= {name: (output, answer) for name, answer in zip(spec.answer_ids, answers, strict=True)}
         return output
 
-    def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:
-        """Returns the outputs that changed, and (answer id, stop string) of answers that the engine must end, or has
-        ended for another reason."""
+    def process(self, events: Iterable[TokenEvent]) -> tuple[list[RequestOutput], list[tuple[str, FinishReason, str]]]:
+        """Returns the outputs that changed, and (answer id, reason, stop string or fault) of answers that the engine
+        must end, or has ended for another reason."""
         changed: dict[str, RequestOutput] = {}
-        stopped: list[tuple[str, str]] = []
+        stopped: list[tuple[str, FinishReason, str]] = []
         for event in events:
             if event.request_id not in self._answers:
                 continue
@@ -153,7 +153,7 @@ class OutputProcessor:
                 stop = f"the answer cannot be written: {type(error).__name__}"
                 answer.output.finish_reason, answer.output.stop_reason = "abort", stop
             if stop is not None:
-                stopped.append((event.request_id, stop))
+                stopped.append((event.request_id, answer.output.finish_reason or "stop", stop))
             if answer.output.finish_reason is not None:
                 self._answers.pop(event.request_id, None)
             output.finished = all(item.finish_reason is not None for item in output.outputs)

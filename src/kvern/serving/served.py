@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from kvern.request.record import RequestRecord, Wait
+from kvern.request.request import FinishReason
 
 PREFILLED = "its prompt was computed for another engine"
 """The reason for which a prefill engine gives a prompt up."""
@@ -52,8 +53,9 @@ class TextWork:
     until: float = 0.0
     """Its end, in seconds after the request's arrival."""
     seconds: float = 0.0
-    stopped: set[str] = field(default_factory=set)
-    """The ids of answers that a stop string ended. An engine may have ended one as well before it learnt of that."""
+    stopped: dict[str, FinishReason] = field(default_factory=dict)
+    """The reasons of answers that were ended here, as by a stop string. An engine may have ended one as well before it
+    learnt of that."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -159,8 +161,8 @@ class ServedRequest:
     def recorded(self, engine: str, record: RequestRecord) -> None:
         """An answer has ended in an engine."""
         self.answers += 1
-        if record.request_id in self.text.stopped:
-            record = msgspec.structs.replace(record, finish_reason="stop")
+        if (reason := self.text.stopped.get(record.request_id)) is not None:
+            record = msgspec.structs.replace(record, finish_reason=reason)
         if len(self._records) < MOST_RECORDS:
             self._records.append((engine, encode(record)))
             if self.ended is not None and self.grown is not None:

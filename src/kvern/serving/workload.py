@@ -324,10 +324,10 @@ class Workload:
         now = time.monotonic()
         changed, stopped = self._outputs.process(events)
         took = (time.monotonic() - now) / max(len(changed), 1)
-        for request_id, stop in stopped:
-            self._supervisor.send(FinishRequests([request_id], "stop", stop))
+        for request_id, reason, stop in stopped:
+            self._supervisor.send(FinishRequests([request_id], reason, stop))
             if (served := self._served.get(generation_id(request_id))) is not None:
-                served.text.stopped.add(request_id)
+                served.text.stopped[request_id] = reason
         for event in events:
             if event.record is not None:
                 self._metrics.recorded(event.record)
