@@ -12,6 +12,9 @@ from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.formats.method import QuantizedMethod
 from kvern.layers.unquantized import CompiledMethod, UnquantizedMethod
+from kvern.models.fallback import swap
+from kvern.models.fallback.decoder import load_fallback
+from kvern.models.fallback.description import describe
 from kvern.models.loader import LoadOptions, load_model
 from kvern.planning.choice import model_of
 from kvern.ranks.ranks import Ranks
@@ -127,6 +130,16 @@ def test_one_that_is_stored_quantized_is_refused(tmp_path: Path) -> None:
     file = write_gguf(model, tmp_path, "Q8_0").file
     with pytest.raises(ConfigError, match=r"^head_quantization is int8, but .* is stored quantized: leave"):
         LLM(str(file), tokenizer=WITHOUT_TOKENIZER, head_quantization="int8", dtype="float32", threads=1)
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_an_output_layer_that_transformers_computes_stays_plain_and_says_so(
+    is_odd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint("apertus", tmp_path)
+    monkeypatch.setattr(swap, "has_hooks", lambda module: is_odd and getattr(module, "out_features", 0) == 131)
+    load_fallback(folder, describe(folder), torch.float32, LoadOptions(int8_head=True))
+    assert ("the output layer of apertus stays plain" in caplog.text) == is_odd
 
 
 def test_models_of_transformers_have_one(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Parts of a model of transformers are replaced by kvern's, where these compute the same."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from kvern.layers.unquantized import Unquantized
 from kvern.models.fallback.likeness import has_hooks, like_embedding, like_mlp, like_norm
 from kvern.models.fallback.parts import Piece, SwappedEmbedding, SwappedLinear, SwappedMlp, SwappedNorm, Switch
 from kvern.plugins import imported
+
+logger = logging.getLogger("kvern")
 
 NARROW = 8
 """A matrix with so many times more inputs than outputs is not quantized: it may choose experts."""
@@ -54,6 +57,8 @@ class Swaps:
         with torch.no_grad():
             self._table = self._swap_embedding()
             self._swap_children(model, "")
+        if int8_head and not isinstance(model.get_output_embeddings(), SwappedLinear):  # type: ignore[no-untyped-call]
+            logger.warning("the output layer of %s stays plain: transformers computes it", model.config.model_type)
 
     @property
     def kinds(self) -> list[str]:
