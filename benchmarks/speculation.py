@@ -1,7 +1,7 @@
 """Answers with guesses at them and without, by engines in turn: tokens a second, and how many guesses were right.
 
     python benchmarks/speculation.py --proposer ngram suffix --task copy template story
-    python benchmarks/speculation.py --draft-model kvern-1m --task chat --temperature 0 1
+    python benchmarks/speculation.py --draft-model own kvern-1m --task chat --temperature 0 1
 
 Tasks, as far as the embedded model can do them:
 
@@ -36,6 +36,8 @@ from kvern.observe.metrics import DraftFigures
 from kvern.request.request import RequestOptions
 
 PLAIN, CONTROL = "none", "none again"
+OWN = "own"
+"""The draft model that the embedded model brings along, as it is used by default."""
 WARMING = 8
 """Rounds that are not counted: steps are captured in them, and it is learnt what they take."""
 ENDLESS = ("run",)
@@ -140,7 +142,7 @@ def answered(llm: LLM, asked: Asked, params: SamplingParams, seed: int) -> Itera
 def engines(arguments: argparse.Namespace) -> dict[str, LLM]:
     """By who guesses in them, all of the same model."""
     guessing: dict[str, dict[str, Any]] = {name: {"proposer": name} for name in arguments.proposer}
-    guessing |= {name: {"draft_model": name} for name in arguments.draft_model}
+    guessing |= {name: {} if name == OWN else {"draft_model": name} for name in arguments.draft_model}
     common: dict[str, Any] = {"threads": arguments.threads, "max_model_len": 1024}
     common |= {"max_batch_requests": max(arguments.requests), "load_format": arguments.load_format}
     if arguments.control:
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder or Hugging Face id; the embedded model if left out")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--proposer", nargs="+", default=[])
-    parser.add_argument("--draft-model", nargs="+", default=[], help="folders, Hugging Face ids, or embedded models")
+    parser.add_argument("--draft-model", nargs="+", default=[], help="folders, Hugging Face ids, or own")
     parser.add_argument("--control", action="store_true", help="two engines without drafts: what differs is noise")
     parser.add_argument("--task", nargs="+", default=["run"])
     parser.add_argument("--threads", type=int, help="of a CPU")

@@ -475,9 +475,16 @@ class EngineConfig:
     def has_int8_head(self, device: str, *, draft: bool = False) -> bool:
         """Returns whether a plain output layer of the model, or of the `draft` model, becomes INT8 on such a device."""
         if self.head_quantization == "auto" or draft:
-            made = self.draft_quantization if draft else self.quantization
+            made = self.draft_format if draft else self.quantization
             return self.head_quantization != "none" and device == "cpu" and made in ("int8", "int4")
         return self.head_quantization == "int8"
+
+    @property
+    def draft_format(self) -> str | None:
+        """The format of plain weights of the draft model: INT8 where it is the one that an embedded model brings along,
+        on CPUs alone. None: as they are stored.
+        """
+        return "int8" if self.draft_model is None else self.draft_quantization
 
     @property
     def has_drafts(self) -> bool:

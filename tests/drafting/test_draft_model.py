@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from kvern import LLM, SamplingParams
 from kvern.config import EngineConfig
 from kvern.errors import ConfigError
 from kvern.layers.linear_method import LinearMethod
+from kvern.runner.captured_decodes import CapturedDecodes
 from tests.support.drafting_requests import EVERYTHING, PROMPTS
 from tests.support.internals import check_integrity, core_of, drafter_of, set_depth, vocab_size_of
 from tests.support.outputs import answer_logprobs, tokens_and_texts
@@ -96,6 +97,26 @@ def test_its_keys_are_right_whatever_happens(depth: int, tiny_model: Path) -> No
     assert statistics.accepted_tokens == statistics.draft_tokens
 
 
+def test_kernels_draft_several_tokens_in_one_call(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all rows that go on; a draft is wrong if and only if it read keys that are not its own."""
+    calls: list[tuple[int, int]] = []
+    repeat = CapturedDecodes.repeat
+
+    def noted(decodes: CapturedDecodes, rows: Sequence[tuple[int, int]], times: int) -> bool:
+        assert repeat(decodes, rows, times)
+        calls.append((len(rows), times))
+        return True
+
+    monkeypatch.setattr(CapturedDecodes, "repeat", noted)
+    options: dict[str, Any] = {"kv_cache_tokens": 512, "max_batch_requests": 4, "cpu_kernels": True}
+    with guessing(tiny_model, tiny_model, **OPTIONS, **options) as llm:
+        params = SamplingParams(temperature=0.9, seed=3, max_tokens=40, ignore_eos=True)
+        llm.generate(PROMPTS, params)
+        statistics = llm.statistics()
+    assert statistics.accepted_tokens == statistics.draft_tokens > 50
+    assert {rows for rows, _ in calls} >= {1, 2} and {times for _, times in calls} >= {1, 2, 3}
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # within PEFT
 def test_adapters_and_stop_strings(plain: LLM, tiny_model: Path, tmp_path: Path) -> None:
     adapters = {"one": str(make_adapter(tiny_model, tmp_path / "one", 1, r=3))}
@@ -140,6 +161,25 @@ def test_a_draft_is_quantized_as_is_asked(plain: LLM, tiny_model: Path) -> None:
         assert tokens_and_texts(llm.generate(PROMPTS, params)) == expected
         assert llm.statistics().accepted_tokens > 0
     assert any("int8" in name.lower() for name in names), names
+
+
+def test_the_draft_of_an_embedded_model_is_quantized() -> None:
+    """It is read in half the time, and is right almost as often."""
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    options: dict[str, Any] = {"threads": 1, "kv_cache_tokens": 512, "max_model_len": 256, "dtype": "float32"}
+    answers = []
+    for more in ({}, {"speculation": "off"}):
+        with LLM("kvern-12m", **options, **more) as llm:
+            if not more:
+                core_of(llm).drafting = AnyLength(None, vocab_size_of(llm), 5)
+                drafter: Any = drafter_of(llm)
+                names = {method.name for method in drafter._model.decoder.modules() if isinstance(method, LinearMethod)}
+            answers.append(tokens_and_texts(llm.generate("Once upon a time", params)))
+            if not more:
+                assert llm.statistics().accepted_tokens > 0
+    assert answers[0] == answers[1]
+    assert any("int8" in name.lower() for name in names), names
+    assert EngineConfig("kvern-12m", draft_model="kvern-1m").draft_format is None
 
 
 @pytest.mark.parametrize("options", [{}, {"draft_model": "mtp"}])

@@ -104,7 +104,7 @@ def test_an_encoder_has_no_output_layer(tmp_path: Path) -> None:
         ({}, "cpu", False, False),
         ({"quantization": "int4", "head_quantization": "none"}, "cpu", False, False),
         ({"head_quantization": "int8"}, "cuda", False, True),
-        ({"head_quantization": "int8"}, "cpu", True, False),
+        ({"head_quantization": "int8", "draft_model": "other"}, "cpu", True, False),
         ({"draft_quantization": "int8", "draft_model": "other"}, "cpu", True, True),
     ],
 )

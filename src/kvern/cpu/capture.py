@@ -32,6 +32,7 @@ VIEWS = {"__get__", "__getitem__"}
 STRUCTURES = (ctypes.Structure, ctypes.Array)
 
 _replay = function("kvern_replay", POINTER, INTEGER)
+_replay_repeated = function("kvern_replay_repeated", POINTER, INTEGER, INTEGER, POINTER, INTEGER)
 _replay_timed = function("kvern_replay_timed", POINTER, INTEGER, POINTER, INTEGER, POINTER)
 
 
@@ -151,6 +152,12 @@ class Program:
             self._move(self._memory.bytes)
         _replay(self._calls[self._ends[first]], self._ends[last + 1] - self._ends[first])
         return self._results[last]
+
+    def repeat(self, times: int, starts: Tensor) -> None:
+        """Make all calls so many times; after each, `starts` [R] int64, which they may read, are one higher."""
+        if self._memory.bytes is not self._within:
+            self._move(self._memory.bytes)
+        _replay_repeated(self._calls[0], self._ends[-1], times, starts.data_ptr(), len(starts))
 
     def run_timed(self, first: int, last: int) -> tuple[tuple[Tensor, ...], list[int], list[int]]:
         """Do as `run`, and take the time at each mark of these stages: also the marks' codes, and nanoseconds."""

@@ -92,6 +92,18 @@ class CapturedDecodes:
         sampled: list[int] = decodes.run(_READ, _CHOOSE)[0].tolist()
         return sampled[: sum(item.count for item in scheduled)]
 
+    def repeat(self, rows: Sequence[tuple[int, int]], times: int) -> bool:
+        """Let rows (slot, position) go on by so many tokens, each sampled behind the one before, in one call.
+
+        Returns whether it did: as `decode`.
+        """
+        scheduled = [ScheduledTokens(slot, position, 1, 1) for slot, position in rows]
+        decodes = self._decodes(scheduled) if self._is_whole else None
+        if decodes is None or decodes.program is None:
+            return False
+        decodes.program.repeat(times, decodes.requests[1])
+        return True
+
     def score(self, scheduled: Sequence[ScheduledTokens]) -> Scored | None:
         """Compute a step as `decode` does, up to the scores; PyTorch may have a part in it."""
         decodes = self._decodes(scheduled)

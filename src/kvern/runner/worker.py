@@ -161,7 +161,7 @@ class Worker:
 
     def _stored_draft(self, folder: Path) -> Stored | None:
         """The stored layers of a draft model or head; None: Medusa heads, which have none. Raises KvernError."""
-        dummy, quantization = self._config.load_format == "dummy", self._config.draft_quantization
+        dummy, quantization = self._config.load_format == "dummy", self._config.draft_format
         is_head = reads_embeddings(self._config, folder)
         if is_head:
             from kvern.drafting.models.formats import read_draft_head
@@ -264,7 +264,7 @@ class Worker:
         plan = plan.of_draft(spec)
         backend = self._make_backend(plan, spec)
         ranks = self._ranks.of_own_stage()
-        decoder = self._load_decoder(folder, plan, backend, self._config.draft_quantization, ranks)
+        decoder = self._load_decoder(folder, plan, backend, self._config.draft_format, ranks)
         backend.prepare(decoder)
         return Draft(decoder, backend)
 
@@ -296,7 +296,7 @@ class Worker:
                 load_format=config.load_format,
                 kernels=plan.kernels & (MODEL_KERNELS | CPU_KERNELS),
                 unquantized=backend.unquantized,
-                quantization=config.quantization if folder == self._folder else config.draft_quantization,
+                quantization=config.quantization if folder == self._folder else config.draft_format,
             )
         backend.prepare(head)
         return Draft(head, backend)
@@ -496,7 +496,7 @@ class Worker:
             spec = read_draft_head(folder, self._whole, ALONE, dummy=config.load_format == "dummy")[0].model
         else:
             spec = read_draft(folder, self._folder, self._whole, self._plan.max_model_len)
-        stored = config.load_format, config.quantization, config.draft_quantization
+        stored = config.load_format, config.quantization, config.draft_format
         name = f" of {model_identity(folder, *stored, config.has_int8_head(self.device.type, draft=True)).hex()}"
         return CachedDraft(name, is_head, spec.attentions, self.runner.draft_caches)
 

@@ -82,9 +82,22 @@ class DraftModel:
             self._keys.computed(slot, newest + bool(item.sampled), item.guesses - 1)
         if not runs:
             return
-        self._decode([ScheduledTokens(slot, first, newest + 1 - first, 1) for _, slot, first, newest in runs])
-        for ahead in range(1, max(guesses for guesses, *_ in runs)):
-            self._decode([ScheduledTokens(slot, at + ahead, 1, 1) for guesses, slot, _, at in runs if guesses > ahead])
+        ahead = 0
+        if any(first < newest for *_, first, newest in runs):
+            self._decode([ScheduledTokens(slot, first, newest + 1 - first, 1) for _, slot, first, newest in runs])
+            ahead = 1
+        for most in sorted({guesses for guesses, *_ in runs}):
+            if most > ahead:
+                going = [(slot, newest + ahead) for guesses, slot, _, newest in runs if guesses >= most]
+                self._go_on(going, most - ahead)
+                ahead = most
+
+    def _go_on(self, rows: Sequence[tuple[int, int]], count: int) -> None:
+        """Let rows, whose newest tokens have these positions, go on by so many tokens."""
+        if self._captured is not None and self._captured.repeat(rows, count):
+            return
+        for ahead in range(count):
+            self._decode([ScheduledTokens(slot, position + ahead, 1, 1) for slot, position in rows])
 
     def _catch_up(self, slot: int, first: int, end: int) -> None:
         """Compute a row's tokens from `first` to before `end`, of which nothing is wanted but their keys."""
