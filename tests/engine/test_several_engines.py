@@ -166,6 +166,26 @@ def test_answers_end_within_steps(two: LLM) -> None:
     assert all(output.finished for output in outputs) and len(outputs[1].outputs[0].token_ids) == 200
 
 
+def test_a_step_that_is_interrupted_loses_no_news(two: LLM) -> None:
+    """The thread that makes steps may be interrupted, and another one goes on with its own answers."""
+    engine = engine_of(two)
+    outputs = [engine.add(str(number), [5 + number], PARAMS, RequestOptions(whole=True)) for number in range(2)]
+    interrupted = pytest.MonkeyPatch()
+
+    def interrupting(*_: Any) -> Any:
+        interrupted.undo()
+        raise KeyboardInterrupt
+
+    engine._thread.wait(engine._begin())
+    eventually(lambda: engine.client.replicas.unfinished == 0)
+    interrupted.setattr(engine, "_grown", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert tokens(outputs) == tokens(two.generate([[5], [6]], PARAMS))
+
+
 def test_the_reason_is_known_before_an_answer_ends(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may look in between."""
     engine = engine_of(two)

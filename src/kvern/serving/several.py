@@ -109,16 +109,12 @@ class SeveralEngines:
         self._thread.wait(self._begin())
         while not (names := self._news.take(LOOK_SECONDS)):
             self.client.replicas.check_alive()
-        changed = {name: self._generations[name] for name in names if name in self._generations}
-        outputs = [self._grown(name, generation) for name, generation in changed.items()]
-        for output, generation in zip(outputs, changed.values(), strict=True):
-            if generation.error is not None:  # it is set before the output ends
-                if isinstance(generation.error, EngineDied):
-                    raise generation.error
-                output.fail(str(generation.error))
-            if output.finished:
-                del self._generations[output.request_id], self._outputs[output.request_id]
-        return outputs
+        try:
+            return [self._heard(name) for name in names if name in self._generations]
+        except BaseException:  # an interruption; other threads learn what is left in the next step
+            for name in names:
+                self._news.tell(name)
+            raise
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; their outputs keep what they have."""
@@ -157,6 +153,17 @@ class SeveralEngines:
         if not self._thread.closed:
             self.abort(self.request_ids)
         self._thread.close()
+
+    def _heard(self, name: str) -> RequestOutput:
+        generation = self._generations[name]
+        output = self._grown(name, generation)
+        if generation.error is not None:  # it is set before the output ends
+            if isinstance(generation.error, EngineDied):
+                raise generation.error
+            output.fail(str(generation.error))
+        if output.finished:
+            del self._generations[name], self._outputs[name]
+        return output
 
     def _grown(self, name: str, generation: Generation) -> RequestOutput:
         """The output that the caller has, with what there is by now."""
