@@ -64,7 +64,9 @@ def test_products(kind: str, dtype: torch.dtype) -> None:
         assert not arrived.any(), shape
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("e4m3", "int4", "gguf q4_k"))])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.startswith(("e4m3", "int4", "mxfp4", "nvfp4", "gguf q4_k"))]
+)
 @pytest.mark.parametrize(("inputs", "shapes"), [(4096, ((4, 4, 4),)), (14336, ((4, 8, 1),)), (1280, ((2, 4, 4),))])
 def test_rows_that_stay(
     monkeypatch: pytest.MonkeyPatch, kind: str, inputs: int, shapes: tuple[tuple[int, int, int], ...]

@@ -75,12 +75,13 @@ def small_floats(found):
     if has_ptx():
         low, high = _by(found, SMALL_FLOATS)
     else:
-        low, high = _small_float(found & 15), _small_float(found >> 4)
+        low, high = small_float(found & 15), small_float(found >> 4)
     return low, high
 
 
 @triton.jit
-def _small_float(half):
+def small_float(half):
+    """The numbers of e2m1, divided by SMALL_FLOATS_UNIT, of their bits: in float32."""
     bits = ((half.to(tl.int32) & 7) << 9) | ((half.to(tl.int32) & 8) << 12)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 

@@ -3,9 +3,10 @@
 For codes that outnumber the instructions a card has time for: products of a few numbers are added up in pairs of
 float16, so that a weight takes an instruction and a half. A thread has the same 16 bytes of each row of codes, a
 unit, whose inputs it has multiplied by a power of two, so that nothing overflows and what is rounded is small beside
-the unit's largest input: half bytes as they stand are float16 below the least normal one, without a bias. Sums of units
-are float32. Two tiles of rows are in registers, of which one is on its way while the other is multiplied; the first two
-are before the previous kernel has ended.
+the unit's largest input: half bytes as they stand are float16 below the least normal one, without a bias, and those of
+e2m1 become float16 2^14 times too small, in one instruction and a half. Sums of units are float32. Two tiles of rows
+are in registers, of which one is on its way while the other is multiplied; the first two are before the previous kernel
+has ended.
 """
 
 from typing import NamedTuple
@@ -29,7 +30,15 @@ from kvern.kernels.launch import (
 from kvern.kernels.linear import NOTHING, Around
 from kvern.kernels.packed import Packed
 from kvern.kernels.packed_product import ended_sums
-from kvern.kernels.resident_units import four_words, half_of, pieces_of, sums_of_units, values_of_units
+from kvern.kernels.resident_units import (
+    byte_scale,
+    four_words,
+    half_of,
+    pieces_of,
+    sums_of_units,
+    two_scales,
+    values_of_units,
+)
 
 
 class ResidentShape(NamedTuple):
@@ -56,7 +65,7 @@ def _fetch(matrix, output, first, outputs, inputs, FORM: tl.constexpr):
     INPUTS: tl.constexpr = FORM.inputs
     WIDTH: tl.constexpr = 8 * pieces_of(CODE)
     word = tl.arange(0, INPUTS // WIDTH * 4)
-    row = first + tl.minimum(output, outputs - 1)
+    row = (first + tl.minimum(output, outputs - 1)).to(tl.int64)
     known = (output < outputs)[:, None]
     if not FORM.even:
         known = known & (word < inputs // WIDTH * 4)[None, :]
@@ -67,11 +76,17 @@ def _fetch(matrix, output, first, outputs, inputs, FORM: tl.constexpr):
         place = row[:, None] * (inputs // 256 * 4) + (word // 32 * 4 + word % 4)[None, :]
         by = tl.load(matrix.scale.to(tl.pointer_type(tl.int32)) + place, mask=known, other=0)
     elif not FORM.scales_rows:
+        scale = matrix.scale
+        if CODE == "e2m1":  # a unit has one of a byte, or two, which come as one
+            scale = scale.to(tl.pointer_type(tl.int16 if FORM.group < WIDTH else tl.uint8))
+        GROUP: tl.constexpr = max(FORM.group, WIDTH)
         begin = tl.arange(0, INPUTS // WIDTH) * WIDTH
-        place = (row // FORM.per)[:, None] * tl.cdiv(inputs, FORM.group) + (begin // FORM.group)[None, :]
-        by = tl.load(matrix.scale + place, mask=(begin < inputs)[None, :], other=0.0)
+        place = (row // FORM.per)[:, None] * tl.cdiv(inputs, GROUP) + (begin // GROUP)[None, :]
+        known = (begin < inputs)[None, :] if not FORM.even else None
+        other = 0 if not FORM.even else None
+        by = tl.load(scale + place, mask=known, other=other)
         if matrix.zero is not None:
-            less = tl.load(matrix.zero + place, mask=(begin < inputs)[None, :], other=0)
+            less = tl.load(matrix.zero + place, mask=known, other=other)
     return words, by, less
 
 
@@ -80,13 +95,20 @@ def _result(tile, values, by, low, high, matrix, row, bias, inverse, FORM: tl.co
     """The products of the rows `[OUTPUTS]` of a tile of `_fetch`."""
     CODE: tl.constexpr = FORM.code
     words, scaled, less = tile
-    first, second = sums_of_units(words, values, CODE)
-    total = (first + second * (1.0 if CODE == "e4m3" else 0.0625)) * by[None, :]
-    if CODE == "q4_k":
+    first, second = sums_of_units(words, values, CODE, FORM.group == 16)
+    if CODE == "e2m1":
+        if FORM.group == 16:
+            wide, deep = two_scales(scaled, matrix.scale.dtype.element_ty)
+            total = (first * wide + second * deep) * by[None, :]
+        else:
+            total = first * by[None, :] * byte_scale(scaled.to(tl.int32), matrix.scale.dtype.element_ty)
+    elif CODE == "q4_k":
         both, one, two, three = four_words(scaled)
         wide, deep = six_bits(one, two, three, tl.arange(0, FORM.inputs // 32)[None, :] % 8)
+        total = (first + second * 0.0625) * by[None, :]
         total = half_of(both, 0) * wide * total - half_of(both, 16) * deep * (low + high)[None, :]
     else:
+        total = (first + second * (1.0 if CODE == "e4m3" else 0.0625)) * by[None, :]
         if matrix.zero is not None:
             total -= less.to(tl.float32) * (low + high)[None, :]
         elif CODE == "int4":
@@ -121,7 +143,7 @@ def _resident_row_kernel(
 ):  # fmt: skip
     CODE: tl.constexpr = FORM.code
     GATED: tl.constexpr = ACTIVATION != ""
-    output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     one = _fetch(matrix, output, 0, outputs, inputs, FORM)
     two = _fetch(matrix, output + step, 0, outputs, inputs, FORM)
     one_up, two_up = one, two
@@ -153,15 +175,18 @@ def _resident_row_kernel(
 
 
 def keeps_row(code: str, group: int, inputs: int, device: torch.device) -> bool:
-    """True if `resident_row` supports a code, and scales of whole units of rows of so many inputs."""
+    """True if `resident_row` supports a code, and scales of whole units of rows of so many inputs.
+
+    A unit of e2m1 may have two scales, which are of one byte, and no zeros.
+    """
     if inputs > MOST_INPUTS:
         return False
     if code == "q4_k":
         return True
     if code == "e4m3" and 0 < capability(device) < 89:
         return False
-    width = {"int4": 32, "e4m3": 16}.get(code, 0)
-    return width > 0 and inputs % width == 0 and group % width == 0
+    width = {"int4": 32, "e2m1": 32, "e4m3": 16}.get(code, 0)
+    return width > 0 and inputs % width == 0 and (group % width == 0 or (code == "e2m1" and group == 16))
 
 
 def resident_row(

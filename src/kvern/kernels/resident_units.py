@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvern.kernels.halves import e4m3_of_bits
+from kvern.kernels.halves import SMALL_FLOATS_UNIT, e4m3_of_bits, small_float
 from kvern.kernels.launch import has_ptx
 
 HALF_BYTES_UNIT = tl.constexpr(16777216.0)
@@ -42,7 +42,43 @@ def _eight_bit_floats() -> str:
     return " ".join([*lines, "}"])
 
 
+def _small_floats(sums: int) -> str:
+    """Returns assembly for four words of codes of e2m1: one sum of their products, or one of each half of the unit.
+
+    A code is moved to the bits 9 to 12 of a float16, and 7 is added to its sign: this carries the sign to bit 15, or
+    the mask takes the 7 away. Other codes of the word are below bit 9, or beyond the word. Masks and shifts share
+    units that multiplications leave free, and the compiler would shift by factors that it knows: so it reads them as
+    multiples of a dimension of the grid that is 1.
+    """
+    lines = ["{ .reg .b32 word, part, bias, far, near, low, high; .reg .b16 one, other; .reg .f32 first, second;"]
+    lines.append("mov.b32 low, 0; mov.b32 high, 0; mov.b32 bias, 0x70007000;")
+    lines.append("mov.u32 near, %nctaid.y; shl.b32 far, near, 9; shl.b32 near, near, 1;")
+    first = sums + 4
+    for word in range(4):
+        total = "low" if word < 2 else "high"
+        for place in (0, 2, 1, 3):
+            if place == 0:
+                lines.append(f"and.b32 word, ${sums + word}, 0x0f0f0f0f;")
+            elif place == 1:
+                lines.append(f"shr.b32 word, ${sums + word}, 4; and.b32 word, word, 0x0f0f0f0f;")
+            factor = "far" if place < 2 else "near"
+            lines.append(f"mad.lo.u32 part, word, {factor}, bias; and.b32 part, part, 0x8e008e00;")
+            lines.append(f"fma.rn.f16x2 {total}, part, ${first + 4 * word + place}, {total};")
+    if sums == 1:
+        lines.append("add.f16x2 low, low, high;")
+    for total, out in (("low", 0), ("high", 1))[:sums]:
+        lines.append(f"mov.b32 {{one, other}}, {total}; cvt.f32.f16 first, one; cvt.f32.f16 second, other;")
+        lines.append(f"add.f32 ${out}, first, second;")
+    return " ".join([*lines, "}"])
+
+
 HALF_BYTES = tl.constexpr(_half_bytes())
+SMALL_FLOATS = tl.constexpr(_small_floats(1))
+SMALL_FLOATS_OF_HALVES = tl.constexpr(_small_floats(2))
+TWO_SCALES = tl.constexpr(
+    "{ .reg .b32 pair; .reg .b16 one, other; cvt.rn.f16x2.e4m3x2 pair, $2; mov.b32 {one, other}, pair;"
+    "cvt.f32.f16 $0, one; cvt.f32.f16 $1, other; }"
+)
 EIGHT_BIT_FLOATS = tl.constexpr(_eight_bit_floats())
 
 
@@ -102,8 +138,11 @@ def four_words(words):
 
 
 @triton.jit
-def sums_of_units(words, values, CODE: tl.constexpr):
-    """The products of units added up, of both planes: `words [OUTPUTS, 4 * UNITS]` -> twice `[OUTPUTS, UNITS]`."""
+def sums_of_units(words, values, CODE: tl.constexpr, HALVES: tl.constexpr):
+    """The products of units added up, of both planes: `words [OUTPUTS, 4 * UNITS]` -> twice `[OUTPUTS, UNITS]`.
+
+    Of e2m1: of both halves of a unit, if HALVES, or of all of it, twice the same.
+    """
     first, second, third, fourth = four_words(words)
     if has_ptx():
         words = (first, second, third, fourth) + values  # noqa: RUF005
@@ -112,9 +151,13 @@ def sums_of_units(words, values, CODE: tl.constexpr):
                 EIGHT_BIT_FLOATS, "=f,=f" + ",r" * 12, words,
                 (tl.float32, tl.float32), is_pure=True, pack=1,
             )  # fmt: skip
+        elif CODE == "e2m1" and not HALVES:
+            low = tl.inline_asm_elementwise(SMALL_FLOATS, "=f" + ",r" * 20, words, tl.float32, is_pure=True, pack=1)
+            high = low
         else:
+            ASSEMBLY: tl.constexpr = SMALL_FLOATS_OF_HALVES if CODE == "e2m1" else HALF_BYTES
             low, high = tl.inline_asm_elementwise(
-                HALF_BYTES, "=f,=f" + ",r" * 20, words,
+                ASSEMBLY, "=f,=f" + ",r" * 20, words,
                 (tl.float32, tl.float32), is_pure=True, pack=1,
             )  # fmt: skip
         return low, high
@@ -135,11 +178,17 @@ def sums_of_units(words, values, CODE: tl.constexpr):
                     value = values[2 * at + plane]
                     one = (word >> (at % 2 * 8 + plane * 4)) & 15
                     other = (word >> (at % 2 * 8 + plane * 4 + 16)) & 15
-                    added = one.to(tl.float32) * half_of(value, 0) + other.to(tl.float32) * half_of(value, 16)
-                    if plane == 0:
-                        low += added / HALF_BYTES_UNIT
+                    if CODE == "e2m1":
+                        added = small_float(one) * half_of(value, 0) + small_float(other) * half_of(value, 16)
+                        low += added if at < 4 else 0.0
+                        high += added if at >= 4 else 0.0
                     else:
-                        high += added * (16.0 / HALF_BYTES_UNIT)
+                        added = one.to(tl.float32) * half_of(value, 0) + other.to(tl.float32) * half_of(value, 16)
+                        low += added / HALF_BYTES_UNIT if plane == 0 else 0.0
+                        high += added * (16.0 / HALF_BYTES_UNIT) if plane == 1 else 0.0
+        if CODE == "e2m1" and not HALVES:
+            low += high
+            high = low
         return low, high
 
 
@@ -174,4 +223,24 @@ def values_of_units(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexp
         four = four * up[:, None]
         high = tl.sum(three + four, axis=1) * down
         values = _pairs(one, APART) + _pairs(two, APART) + _pairs(three, APART) + _pairs(four, APART)
-        return values, down * HALF_BYTES_UNIT, low, high, tl.sum(squares)
+        UNIT: tl.constexpr = SMALL_FLOATS_UNIT if CODE == "e2m1" else HALF_BYTES_UNIT
+        return values, down * UNIT, low, high, tl.sum(squares)
+
+
+@triton.jit
+def byte_scale(bits, dtype: tl.constexpr):
+    """Scales of one byte of a type, of their bits: in float32, exponents if they have no sign."""
+    if dtype == tl.uint8:
+        return (bits << 23).to(tl.float32, bitcast=True)
+    else:
+        return e4m3_of_bits(bits)
+
+
+@triton.jit
+def two_scales(both, dtype: tl.constexpr):
+    """The scales of the two halves of units, of one byte each, of their bits as int16."""
+    if has_ptx() and dtype == tl.float8e4nv:
+        return tl.inline_asm_elementwise(TWO_SCALES, "=f,=f,h", [both], (tl.float32, tl.float32), is_pure=True, pack=1)
+    else:
+        both = both.to(tl.int32)
+        return byte_scale(both & 255, dtype), byte_scale((both >> 8) & 255, dtype)

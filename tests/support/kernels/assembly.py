@@ -4,6 +4,8 @@ import re
 import struct
 from collections.abc import Callable
 
+import torch
+
 WORD = 0xFFFFFFFF
 
 
@@ -58,17 +60,33 @@ def halves(compute: Callable[..., float]) -> Callable[..., int]:
     return both
 
 
+def add(a: int, b: int) -> int:
+    """The sum of two float32."""
+    one, other = struct.unpack("<ff", struct.pack("<II", a, b))
+    return int(struct.unpack("<I", struct.pack("<f", one + other))[0])
+
+
+def eight_bits(pair: int) -> int:
+    """Two float16 of two numbers of e4m3."""
+    numbers = torch.tensor([pair & 0xFF, pair >> 8], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return int(numbers.half().view(torch.int32)) & WORD
+
+
 OPERATIONS: dict[str, Callable[..., int]] = {
     "shl.b32": lambda a, by: a << by,
     "shr.b32": lambda a, by: a >> by,
     "and.b32": lambda a, b: a & b,
     "mov.b32": lambda a: a,
+    "mov.u32": lambda a: a,
     "lop3.b32": choose,
     "prmt.b32": permute,
     "cvt.f32.f16": widen,
     "or.b32": lambda a, b: a | b,
     "xor.b32": lambda a, b: a ^ b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
+    "add.f32": add,
+    "cvt.rn.f16x2.e4m3x2": eight_bits,
+    "add.f16x2": halves(lambda a, b: a + b),
     "sub.f16x2": halves(lambda a, b: a - b),
     "mul.f16x2": halves(lambda a, b: a * b),
     "fma.rn.f16x2": halves(lambda a, b, c: a * b + c),
