@@ -186,6 +186,23 @@ def test_a_step_that_is_interrupted_loses_no_news(two: LLM) -> None:
     assert tokens(outputs) == tokens(two.generate([[5], [6]], PARAMS))
 
 
+def test_a_request_whose_addition_is_interrupted_is_forgotten(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(two)
+    replicas, wait = engine.client.replicas, engine._thread.wait
+
+    def interrupted(work: Any) -> None:
+        wait(work)
+        assert replicas.unfinished == 1 and replicas.turns.waiting("") == 1
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._thread, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add("0", PROMPTS[0], PARAMS)
+    eventually(lambda: not replicas.unfinished and not replicas.turns.waiting(""))
+    assert not engine.has_work
+
+
 def test_the_reason_is_known_before_an_answer_ends(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may look in between."""
     engine = engine_of(two)

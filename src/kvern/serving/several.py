@@ -93,10 +93,17 @@ class SeveralEngines:
         text = prompt if isinstance(prompt, str) else None
         news = _News(self._news, request_id)
 
-        async def prepared() -> Generation:
-            return self.client.replicas.prepare(spec, text, news=news, asked=asked, adapter=adapter)
+        prepared: list[Generation] = []
 
-        generation = self._thread.wait(prepared())
+        async def prepare() -> None:
+            prepared.append(self.client.replicas.prepare(spec, text, news=news, asked=asked, adapter=adapter))
+
+        try:
+            self._thread.wait(prepare())
+        except BaseException:  # an interruption: nobody knows of it
+            self._thread.soon(lambda: self.client.replicas.withdraw(prepared))
+            raise
+        [generation] = prepared
         self._generations[request_id] = generation
         self._new.append(generation)
         output = self._outputs[request_id] = dataclasses.replace(generation.output)
