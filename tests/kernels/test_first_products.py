@@ -35,8 +35,8 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Shapes:
     return found
 
 
-def products(decoder: Any, draft: Any = None) -> FirstProducts:
-    layout = Layout(MOST, 10, 16, 1, "float32", REQUESTS, MOST, 1, {}, "cpu", ())
+def products(decoder: Any, draft: Any = None, most: int = MOST) -> FirstProducts:
+    layout = Layout(MOST, 10, 16, 1, "float32", REQUESTS, most, 1, {}, "cpu", ())
     drafts = None if draft is None else Draft(draft, cast("Any", None))
     return FirstProducts(LoadedModel(decoder, cast("Any", None), None, None, draft=drafts), layout)
 
@@ -78,6 +78,13 @@ def test_steps_may_begin_between_some_rows(multiplied: Shapes, tmp_path: Path) -
         rows = sum(map(sum, multiplied.values()))
         assert 0 < rows - before <= ROWS_AT_ONCE
         before = rows
+
+
+def test_the_largest_steps_load_their_kernels_themselves(tmp_path: Path) -> None:
+    """What they need grows with the square of their tokens, and a request would wait for a single product."""
+    decoder = load_model(make_checkpoint("llama", tmp_path))
+    found = [products(decoder, most=most).missing for most in (ROWS_AT_ONCE, 8 * ROWS_AT_ONCE)]
+    assert [numbers for _, numbers in found[0]] == [numbers for _, numbers in found[1]]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ logger = logging.getLogger("kvern")
 FEW, STRIDE = 512, 37
 """Up to `FEW` rows cuBLAS chooses by tiles of 8 rows; above, so far apart, nearly all of its kernels are met."""
 ROWS_AT_ONCE = 1 << 13
-"""The most rows of products between which steps may begin: some milliseconds for a large matrix."""
+"""The most rows of products between which steps may begin: some milliseconds for a large matrix. Of one with more rows
+steps load the kernels: with 65536 tokens in a step all numbers of rows would take minutes."""
 
 
 class FirstProducts:
@@ -45,7 +46,7 @@ class FirstProducts:
             kinds = timed_layers(decoder if isinstance(decoder, nn.Module) else decoder.model) | kinds
             head = getattr(decoder, "lm_head", None)  # the last stage of a pipeline has it
             heads |= {method.shape.outputs for layer in _layers(head) for method in layer.method.methods()}
-        most = layout.max_batch_tokens
+        most = min(layout.max_batch_tokens, ROWS_AT_ONCE)
         scored = min(FEW, most, layout.max_batch_requests * (1 + (layout.most_drafts or 0)))
         self.missing: deque[tuple[TimedLayer, list[int]]] = deque()
         for layer, *_ in kinds.values():
@@ -83,7 +84,7 @@ def numbers_of_rows(most: int) -> list[int]:
 
 
 def _parts(numbers: list[int]) -> Iterator[list[int]]:
-    """Parts of the numbers, of at most `ROWS_AT_ONCE` rows in all or of one number."""
+    """Parts of the numbers, of at most `ROWS_AT_ONCE` rows in all."""
     part: list[int] = []
     for number in numbers:
         if part and sum(part) + number > ROWS_AT_ONCE:
