@@ -1,14 +1,18 @@
 """Many log-probabilities are written in small parts, and the event loop does other work in between."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvern.api.completion_answers import CompletionWriter
+from kvern.request.outputs import RequestOutput
 from kvern.server.config import ServerConfig
 from kvern.server.http import json_parts
+from kvern.serving.workload import STEPS_AT_ONCE
 from tests.support.watched_loop import Ask, watched_server
 
 LEAF = {"token": "a", "logprob": -1.5, "bytes": [97]}
@@ -89,3 +93,17 @@ def test_the_event_loop_writes_log_probabilities_in_turn(path: str, body: dict[s
     answer, longest = watched(path, body)
     assert answer.count(b'"logprob') > 0
     assert 0 < longest < 0.020
+
+
+def test_whole_answers_are_written_while_they_grow(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that answers which end together do not wait for each other's log-probabilities."""
+    write, written = CompletionWriter.write_some, Counter[bool]()
+
+    def noting(self: CompletionWriter, outputs: Sequence[RequestOutput]) -> int:
+        count = write(self, outputs)
+        written[outputs[0].finished] += count
+        return count
+
+    monkeypatch.setattr(CompletionWriter, "write_some", noting)
+    watched("/v1/completions", LONG | {"prompt": "Once", "max_tokens": 100, "logprobs": 5})
+    assert sum(written.values()) == 600 and written[False] >= 6 * (100 - 2 * STEPS_AT_ONCE)

@@ -4,7 +4,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvern.api.completions import AnswerOptions
 from kvern.api.conversation import assistant_message, finish_reason
@@ -14,25 +14,30 @@ from kvern.text.tokenizer import Tokenizer
 from kvern.tools.chat import ChatRequest
 from kvern.version import __version__
 
+if TYPE_CHECKING:
+    from kvern.api.logprobs import LogprobWriter
+
 
 def choice_of(
-    completion: CompletionOutput, chat: ChatRequest | None, options: AnswerOptions, tokenizer: Tokenizer, start: int = 0
+    completion: CompletionOutput,
+    chat: ChatRequest | None,
+    options: AnswerOptions,
+    tokenizer: Tokenizer,
+    told: "LogprobWriter | None" = None,
 ) -> dict[str, Any]:
-    """Returns a whole answer to a conversation or a text. `start` is the number of characters that are sent before
-    it."""
+    """Returns a whole answer to a conversation or a text. `told` writes its log-probabilities, if it has begun."""
     choice: dict[str, Any] = {"index": completion.index}
     ended: str | None = completion.finish_reason
     if chat is None:
-        choice |= {"text": completion.text, "logprobs": None}
-        if options.logprobs is not None:
-            choice["logprobs"] = imported("kvern.api.logprobs:whole_text")(completion, options, tokenizer, start)
+        choice["text"] = completion.text
     else:
         message = chat.message(completion.text)
         choice["message"] = assistant_message(message, options.include_reasoning, options.prefix, options.custom_tools)
-        choice["logprobs"] = None
-        if options.logprobs is not None:
-            choice["logprobs"] = imported("kvern.api.logprobs:whole_chat")(completion, options, tokenizer)
         ended = finish_reason(completion, message)
+    choice["logprobs"] = None
+    if options.logprobs is not None:
+        told = told or imported("kvern.api.logprobs:LogprobWriter")(completion, options, tokenizer, chat is not None)
+        choice["logprobs"] = told.whole()
     choice |= {"finish_reason": ended, "stop_reason": completion.stop_reason}
     if options.token_ids:
         choice["token_ids"] = completion.token_ids
@@ -77,6 +82,8 @@ class CompletionWriter:
         self._model = model
         self.tokenizer = tokenizer
         self.chat = chat
+        self._told: dict[int, LogprobWriter] = {}
+        """The log-probabilities of answers that grow, by the objects' ids."""
         self._created, self._identity = int(time.time()), options.request_id or uuid.uuid4().hex
 
     @property
@@ -90,11 +97,10 @@ class CompletionWriter:
         choices = []
         for number, output in enumerate(outputs):
             for index, item in enumerate(best(output.outputs, options.answers)):
-                start = len(self.prompt(output)) if options.echo else 0
-                choice = choice_of(item, self.chat, options, self.tokenizer, start)
+                choice = choice_of(item, self.chat, options, self.tokenizer, self._told.get(id(item)))
                 choice["index"] = number * options.answers + index
                 if options.echo:
-                    self._echo(choice, output)
+                    self._echo(choice, item, output)
                 if not options.is_chat:
                     choice |= of_prompt(output, options)
                 choices.append(choice)
@@ -119,14 +125,25 @@ class CompletionWriter:
         """Returns the text of a prompt."""
         return output.prompt if output.prompt is not None else self.tokenizer.decode(output.prompt_token_ids)
 
-    def _echo(self, choice: dict[str, Any], output: RequestOutput) -> None:
+    def _echo(self, choice: dict[str, Any], answer: CompletionOutput, output: RequestOutput) -> None:
         """Puts the prompt before the answer, and the prompt's log-probabilities before the answer's."""
         prompt_only = self.options.prompt_only
         choice["text"] = self.prompt(output) + ("" if prompt_only else choice["text"])
-        if choice["logprobs"] is None:
-            return
-        behind_prompt = imported("kvern.api.logprobs:behind_prompt")
-        choice["logprobs"] = behind_prompt(choice["logprobs"], output, self.options, self.tokenizer)
+        if choice["logprobs"] is not None:
+            with_prompt = imported("kvern.api.logprobs:with_prompt")
+            choice["logprobs"] = with_prompt(answer, output, self.options, self.tokenizer)
+
+    def write_some(self, outputs: Sequence[RequestOutput]) -> int:
+        """Encodes log-probabilities of a few tokens of answers that grow. Returns how many there were."""
+        if self.options.logprobs is None or self.options.echo:
+            return 0
+        return next((count for output in outputs for item in output.outputs if (count := self._write(item))), 0)
+
+    def _write(self, item: CompletionOutput) -> int:
+        if (told := self._told.get(id(item))) is None:
+            make = imported("kvern.api.logprobs:LogprobWriter")
+            told = self._told[id(item)] = make(item, self.options, self.tokenizer, self.chat is not None)
+        return told.write_some()
 
 
 def best(answers: list[CompletionOutput], count: int) -> list[CompletionOutput]:

@@ -1,20 +1,20 @@
 """Log-probabilities of answers and prompts; those of texts name tokens by their texts, with offsets in what is sent.
 
-It is loaded with the first request that asks for them. Tables, here and in other APIs, are encoded one by one at once.
-Answers then hold no object for each entry, which would make garbage collections slow.
+It is loaded with the first request that asks for them. Tables, here and in other APIs, are encoded a few at a time,
+also of answers that are sent whole: those then hold no object for each entry, which would make garbage collections
+slow, and answers that end together do not wait for each other.
 """
 
 import codecs
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
 
 import msgspec
 
 from kvern.api.completions import ENTRIES_AT_ONCE, AnswerOptions
 from kvern.io.json_lines import as_json
-from kvern.request.logprobs import Row
+from kvern.request.logprobs import LogprobTables, Row
 from kvern.request.outputs import CompletionOutput, RequestOutput
 from kvern.text.tokenizer import Tokenizer
 
@@ -55,38 +55,105 @@ class TextOffsets:
         return min(len(piece) - has_blank, len(self._text) - self._next)  # a normalizer may have changed it
 
 
-def text_logprobs(
-    rows: Iterable[Row], options: AnswerOptions, tokenizer: Tokenizer, offsets: TextOffsets
-) -> dict[str, Any]:
-    """Returns the log-probabilities of an answer to a text, of a part of it, or of a prompt."""
-    token_ids = []
-    names = []
-    logprobs = []
-    tops = []
-    texts = names_of(options, tokenizer)
-    for row in rows:
-        ids = row.token_ids
-        named = dict(zip([texts[token_id] for token_id in ids], row.logprobs, strict=True))
-        if len(named) < len(ids) + 1 - ids.count(ids[0]):
-            named = _apart(row.by_id(), texts)
-        if row.rank > 1:  # or it is the best already
-            named = dict(sorted(named.items(), key=itemgetter(1), reverse=True))
-        if not math.isfinite(sum(row.logprobs)):
-            named = {name: finite(logprob) for name, logprob in named.items()}
-        token_ids.append(ids[0])
-        names.append(texts[ids[0]])
-        logprobs.append(finite(row.logprobs[0]))
-        tops.append(as_json(named))
-    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets.of(token_ids)}
+def in_order(row: Row) -> tuple[Sequence[int], Sequence[float]]:
+    """Returns a row's tokens, each once, and their log-probabilities for JSON, the most probable first; of equally
+    probable ones the token of the row."""
+    ids = row.token_ids
+    logprobs = row.logprobs
+    rank = row.rank
+    own = logprobs[0]
+    most = len(ids) - 1
+    if math.isfinite(sum(logprobs)):
+        if rank > most and logprobs[most] > own:
+            return (*ids[1:], ids[0]), (*logprobs[1:], own)
+        if rank <= most and ids[rank] == ids[0] and logprobs[rank] == own and (rank == 1 or logprobs[rank - 1] > own):
+            return ids[1:], logprobs[1:]
+    table = list(row.by_id().items())
+    if rank > 1:  # or it is the best already
+        table.sort(key=itemgetter(1), reverse=True)
+    return [token_id for token_id, _ in table], [finite(logprob) for _, logprob in table]
 
 
-def _apart(table: Mapping[int, float], texts: Mapping[int, str]) -> dict[str, float]:
-    """Names tokens whose text another one has by their ids."""
-    named: dict[str, float] = {}
-    for token_id, logprob in table.items():
+class JsonLists:
+    """An object with lists that grow. They are encoded when more is added, or with all else when they are taken."""
+
+    def __init__(self, *names: str) -> None:
+        self._nothing: dict[str, Sequence[object]] = dict.fromkeys(names, ())
+        self._last = self._nothing
+        self._encoded: list[list[bytes]] = []
+
+    def add(self, lists: dict[str, Sequence[object]]) -> None:
+        """Adds values to each list."""
+        if self._last is not self._nothing:
+            self._encoded.append([msgspec.json.encode(values)[1:-1] for values in self._last.values()])
+        self._last = lists
+
+    def take(self, more: dict[str, object]) -> msgspec.Raw:
+        """Returns the JSON of what was added since the last call, and of fields behind it."""
+        if not self._encoded:
+            found = msgspec.json.encode(self._last | more)
+        else:
+            self.add(self._nothing)
+            lists = zip(self._nothing, map(b",".join, zip(*self._encoded, strict=True)), strict=True)
+            parts = [part for name, items in lists for part in (b'"', name.encode(), b'":[', items, b"],")]
+            found = b"".join([b"{", *parts, msgspec.json.encode(more)[1:]])
+            self._encoded = []
+        self._last = self._nothing
+        return msgspec.Raw(found)
+
+
+class TextLists:
+    """The log-probabilities of a text's tokens as JSON: of an answer, a part of it, or a prompt and its answer."""
+
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, offsets: TextOffsets) -> None:
+        self._texts = names_of(options, tokenizer)
+        self.offsets = offsets
+        self._lists = JsonLists("tokens", "token_logprobs", "top_logprobs")
+        self._places: list[int] = []
+
+    def add_first(self, token_ids: Sequence[int]) -> None:
+        """Adds the first tokens of a prompt, which have no log-probabilities."""
+        self._add(token_ids, [None] * len(token_ids), [None] * len(token_ids))
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Adds tokens."""
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        tops: list[dict[str, float]] = []
+        name = self._texts.__getitem__
+        for row in rows:
+            ids, numbers = in_order(row)
+            named = dict(zip(map(name, ids), numbers, strict=True))
+            token_ids.append(row.token_ids[0])
+            logprobs.append(finite(row.logprobs[0]))
+            tops.append(named if len(named) == len(ids) else _apart(row, ids, numbers, self._texts))
+        self._add(token_ids, logprobs, tops)
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[object], tops: Sequence[object]) -> None:
+        if token_ids:
+            names = [self._texts[token_id] for token_id in token_ids]
+            self._lists.add({"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops})
+            self._places += self.offsets.of(token_ids)
+
+    def take(self, end: int | None = None) -> msgspec.Raw:
+        """Returns the JSON of those that were added since the last call.
+
+        `end`: of the text, if it is known; tokens behind a stop string are not in it.
+        """
+        places = self._places if end is None else [min(place, end) for place in self._places]
+        self._places = []
+        return self._lists.take({"text_offset": places})
+
+
+def _apart(row: Row, ids: Iterable[int], logprobs: Iterable[float], texts: Mapping[int, str]) -> dict[str, float]:
+    """Names tokens whose text another one has by their ids, but the token of the row by its text."""
+    name_of: dict[int, str] = {}
+    taken = set[str]()
+    for token_id in row.by_id():
         name = texts[token_id]
-        named[f"token_id:{token_id}" if name in named else name] = logprob
-    return named
+        name_of[token_id] = f"token_id:{token_id}" if name in taken else name
+        taken.add(name_of[token_id])
+    return {name_of[token_id]: logprob for token_id, logprob in zip(ids, logprobs, strict=True)}
 
 
 def tables_at_once(count: int) -> int:
@@ -135,115 +202,130 @@ def _bytes(tokenizer: Tokenizer, token_id: int) -> msgspec.Raw:
     return as_json(list(tokenizer.id_to_bytes(token_id)))
 
 
-def chat_logprobs(rows: Iterable[Row], options: AnswerOptions, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns each token's log-probability, with the most probable tokens in its place."""
-    content = []
-    most = options.logprobs or 0
-    texts = tokenizer.made_once(_number) if options.ids_as_tokens else tokenizer.texts
-    data = tokenizer.made_once(_bytes)
-    for row in rows:
-        table = row.by_id()
-        best = list(table.items())[len(table) > most :]
-        if row.rank > 1:  # or it is the best already
-            best.sort(key=itemgetter(1), reverse=True)
-        if not math.isfinite(sum(row.logprobs)):
-            best = [(token, finite(logprob)) for token, logprob in best]
-        entries = [TokenEntry(texts[token], logprob, data[token]) for token, logprob in best]
-        own = row.token_ids[0]
-        content.append(as_json(ToldToken(texts[own], finite(row.logprobs[0]), data[own], entries)))
-    return {"content": content, "refusal": None}
+class ChatLists:
+    """The log-probabilities of a conversation's answer as JSON: each token's, with the most probable in its place."""
+
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer) -> None:
+        self._most = options.logprobs or 0
+        self._texts = tokenizer.made_once(_number) if options.ids_as_tokens else tokenizer.texts
+        self._data = tokenizer.made_once(_bytes)
+        self._lists = JsonLists("content")
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Adds tokens."""
+        told = []
+        text = self._texts.__getitem__
+        data = self._data.__getitem__
+        for row in rows:
+            own = row.token_ids[0]
+            ids, logprobs = in_order(row)
+            if len(ids) > self._most:
+                place = ids.index(own)
+                ids, logprobs = [*ids[:place], *ids[place + 1 :]], [*logprobs[:place], *logprobs[place + 1 :]]
+            entries = list(map(TokenEntry, map(text, ids), logprobs, map(data, ids)))
+            told.append(ToldToken(text(own), finite(row.logprobs[0]), data(own), entries))
+        if told:
+            self._lists.add({"content": told})
+
+    def take(self, end: int | None = None) -> msgspec.Raw:
+        """Returns the JSON of those that were added since the last call. `end`: as of `TextLists`."""
+        return self._lists.take({"refusal": None})
 
 
-def prompt_tables(output: RequestOutput) -> list[msgspec.Raw | None]:
-    """Returns a JSON table for each token of a prompt: by token id its logprob, rank and text; None: there is none."""
-    return [
-        None
-        if table is None
-        else as_json(
-            {
-                token_id: {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.token}
-                for token_id, entry in table.items()
-            }
-        )
-        for table in output.prompt_logprobs or ()
-    ]
+class PromptEntry(msgspec.Struct, gc=False):
+    """An entry of a prompt's table."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
 
 
-def whole_text(
-    completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer, start: int
-) -> dict[str, Any] | None:
-    """Returns the log-probabilities of a whole answer to a text, which begins at the character `start`."""
-    if completion.logprobs is None:
-        return None
-    found = text_logprobs(completion.logprobs.rows(), options, tokenizer, TextOffsets(tokenizer, options, start))
-    end = start + len(completion.text)  # tokens after a stop string are not in the text
-    found["text_offset"] = [min(place, end) for place in found["text_offset"]]
-    return found
+def prompt_tables(output: RequestOutput) -> msgspec.Raw:
+    """Returns a JSON list of a table for each token of a prompt: by token id its logprob, rank and text; null: there is
+    none."""
+    found = output.prompt_logprobs
+    if found is None:
+        return msgspec.Raw(b"[]")
+    parts = [b"null"] * found.missing
+    for rows in _some_at_once(found.told):
+        parts.append(msgspec.json.encode([_prompt_table(row, found.told.texts) for row in rows])[1:-1])
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
-def whole_chat(completion: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns the log-probabilities of a whole answer to a conversation."""
-    return None if completion.logprobs is None else chat_logprobs(completion.logprobs.rows(), options, tokenizer)
+def _prompt_table(row: Row, texts: Mapping[int, str]) -> dict[int, PromptEntry]:
+    ids = row.token_ids
+    logprobs = row.logprobs
+    rank = row.rank
+    best = ids[1:]
+    if (best[rank - 1] == ids[0] if rank <= len(best) else ids[0] not in best) and math.isfinite(sum(logprobs)):
+        ranks = (rank, *range(1, len(ids)))
+        return dict(zip(ids, map(PromptEntry, logprobs, ranks, map(texts.__getitem__, ids)), strict=True))
+    return {
+        token_id: PromptEntry(finite(entry.logprob), entry.rank, entry.token)
+        for token_id, entry in row.table(texts).items()
+    }
 
 
 class LogprobWriter:
-    """The log-probabilities of one streamed answer, to a conversation or to a text."""
+    """The log-probabilities of one answer, to a conversation or to a text, which may grow."""
 
-    def __init__(self, answer: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer, is_chat: bool) -> None:
+    def __init__(
+        self, answer: CompletionOutput, options: AnswerOptions, tokenizer: Tokenizer, is_chat: bool, start: int = 0
+    ) -> None:
+        """`start`: the number of characters that are sent before the answer."""
         self._answer = answer
-        self._options = options
-        self._tokenizer = tokenizer
-        self._offsets = None if is_chat else TextOffsets(tokenizer, options)
-        self._written: dict[str, Any] | None = None
-        """Encoded for the next chunk."""
+        self._start = start
+        self._at_once = tables_at_once(options.logprobs or 0)
+        self._lists: TextLists | ChatLists
+        if is_chat:
+            self._lists = ChatLists(options, tokenizer)
+        else:
+            self._lists = TextLists(options, tokenizer, TextOffsets(tokenizer, options, start))
         self._tokens_written = 0
 
     def write_some(self) -> int:
-        """Encodes those of a few tokens that are not sent. Returns how many log-probabilities these are."""
-        if self._answer.logprobs is None:
+        """Encodes those of a few tokens that are not encoded. Returns how many log-probabilities these are."""
+        told, begin = self._answer.logprobs, self._tokens_written
+        end = len(self._answer.token_ids)
+        if told is None or begin == end:
             return 0
-        begin = self._tokens_written
-        if begin == len(self._answer.token_ids) and self._written is not None:
-            return 0
-        self._tokens_written = end = min(
-            begin + tables_at_once(self._options.logprobs or 0), len(self._answer.token_ids)
-        )
-        rows = self._answer.logprobs.rows(begin, end)
-        if self._offsets is None:
-            told = chat_logprobs(rows, self._options, self._tokenizer)
-        else:
-            told = text_logprobs(rows, self._options, self._tokenizer, self._offsets)
-        if self._written is None:
-            self._written = told
-        else:
-            for name, values in told.items():
-                if values:
-                    self._written[name] += values
-        return (end - begin) * (1 + self._answer.logprobs.most)
+        self._tokens_written = end = min(begin + self._at_once, end)
+        self._lists.add(told.rows(begin, end))
+        return (end - begin) * (1 + told.most)
 
-    def take(self) -> dict[str, Any] | None:
+    def take(self) -> msgspec.Raw | None:
         """Returns those of all tokens that are not sent."""
         while self.write_some():
             pass
-        written, self._written = self._written, None
-        return written
+        return None if self._answer.logprobs is None else self._lists.take()
+
+    def whole(self) -> msgspec.Raw | None:
+        """Returns those of all tokens of an answer that has ended and of which nothing was sent."""
+        while self.write_some():
+            pass
+        end = self._start + len(self._answer.text)
+        return None if self._answer.logprobs is None else self._lists.take(end)
 
 
-def behind_prompt(
-    answer: dict[str, Any], output: RequestOutput, options: AnswerOptions, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def with_prompt(
+    answer: CompletionOutput, output: RequestOutput, options: AnswerOptions, tokenizer: Tokenizer
+) -> msgspec.Raw:
     """Returns the log-probabilities of a prompt that is sent, too, and then those of its answer, if there is one."""
     text = output.prompt if output.prompt is not None else tokenizer.decode(output.prompt_token_ids)
-    assert output.prompt_logprobs is not None
-    without = output.prompt_logprobs.missing
-    offsets, first = TextOffsets(tokenizer, options, text=text), output.prompt_token_ids[:without]
-    start: dict[str, list[Any]] = {
-        "tokens": [names_of(options, tokenizer)[token] for token in first],
-        "token_logprobs": [None] * without,
-        "top_logprobs": [None] * without,
-        "text_offset": offsets.of(first),
-    }
-    before = text_logprobs(output.prompt_logprobs.told.rows(), options, tokenizer, offsets)
-    return {
-        name: start[name] + before[name] + ([] if options.prompt_only else values) for name, values in answer.items()
-    }
+    assert output.prompt_logprobs is not None and answer.logprobs is not None
+    missing, told = output.prompt_logprobs.missing, output.prompt_logprobs.told
+    lists = TextLists(options, tokenizer, TextOffsets(tokenizer, options, text=text))
+    lists.add_first(output.prompt_token_ids[:missing])
+    for rows in _some_at_once(told):
+        lists.add(rows)
+    if not options.prompt_only:
+        lists.offsets = TextOffsets(tokenizer, options, len(text))
+        for rows in _some_at_once(answer.logprobs):
+            lists.add(rows)
+    return lists.take(len(text) + len(answer.text))
+
+
+def _some_at_once(tables: LogprobTables) -> Iterator[Iterator[Row]]:
+    """Yields the rows, those that are encoded at once together."""
+    count = tables_at_once(tables.most)
+    return (tables.rows(first, first + count) for first in range(0, len(tables), count))

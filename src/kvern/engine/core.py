@@ -515,13 +515,13 @@ class EngineCore(EngineLoop):
             token_ids = result.token_ids[index]
             if (
                 plain
-                and result.logprobs[index] is None
                 and result.prompt_logprobs[index] is None
                 and append_token(request, output.scheduled[index], token_ids, size)
             ):
                 self._counted.generation_tokens += 1
-                if (told := request.untold(token_ids, None)) is not None:
-                    events.append(TokenEvent(request.request_id, told[0], cached_tokens=request.answer.cached_tokens))
+                if (told := request.untold(token_ids, result.logprobs[index])) is not None:
+                    cached = request.answer.cached_tokens
+                    events.append(TokenEvent(request.request_id, *told, cached_tokens=cached))
             else:
                 events += self._collect_row(index, request, output, result)
         self._forget_unused()

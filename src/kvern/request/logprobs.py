@@ -9,6 +9,7 @@ A row for each token, of 2 * (1 + most) + 1 numbers of 4 bytes:
 No object is made of an entry before somebody reads it.
 """
 
+import functools
 import struct
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,15 +80,22 @@ class LogprobRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return LogprobRows(self.most, self.data[first * size : end * size])
 
     def rows(self) -> Iterator[Row]:
-        """Yields the rows."""
-        width = 1 + self.most
-        for values in struct.iter_unpack(f"={width}i{width}fi", self.data):
-            yield Row(values[:width], values[width:-1], values[-1])
+        """Returns the rows."""
+        return _rows(self.data, 1 + self.most)
 
     def own(self) -> Sequence[float]:
         """Returns the log-probabilities of the tokens themselves."""
         numbers = memoryview(self.data).cast("f")
         return numbers[1 + self.most :: 2 * self.most + 3].tolist()
+
+
+@functools.cache
+def _layout(width: int) -> struct.Struct:
+    return struct.Struct(f"={width}i{width}fi")
+
+
+def _rows(data: bytes | bytearray, width: int) -> Iterator[Row]:
+    return (Row(values[:width], values[width:-1], values[-1]) for values in _layout(width).iter_unpack(data))
 
 
 def packed(token_ids: Sequence[int], logprobs: Sequence[float], rank: int) -> LogprobRows:
@@ -139,7 +147,7 @@ class LogprobTables(Tables[TokenLogprobs]):
 
     def __init__(self, texts: Mapping[int, str]) -> None:
         """`texts`: of all tokens."""
-        self._texts = texts
+        self.texts = texts
         self.most = 0
         """The number of most probable tokens in each table."""
         self._data = bytearray()
@@ -150,15 +158,15 @@ class LogprobTables(Tables[TokenLogprobs]):
         self._data += rows.data
 
     def rows(self, first: int = 0, end: int | None = None) -> Iterator[Row]:
-        """Yields the rows from number `first` to before number `end`."""
+        """Returns the rows from number `first` to before number `end`."""
         size = row_bytes(self.most)
-        return LogprobRows(self.most, bytes(self._data[first * size : None if end is None else end * size])).rows()
+        return _rows(self._data[first * size : None if end is None else end * size], 1 + self.most)
 
     def __len__(self) -> int:
         return len(self._data) // row_bytes(self.most)
 
     def _tables(self, first: int, end: int) -> Iterator[TokenLogprobs]:
-        return (row.table(self._texts) for row in self.rows(first, end))
+        return (row.table(self.texts) for row in self.rows(first, end))
 
 
 class PromptTables(Tables[TokenLogprobs | None]):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from kvern.api.completions import ENTRIES_AT_ONCE
 from kvern.api.conversation import ChatBody
 from kvern.api.errors import HttpError
 from kvern.api.fields import CommonFields, check_bounds, check_reported, read_common, reported_by
@@ -209,6 +210,10 @@ class Ask:
     def sequences(self) -> int:
         """The number of sequences to generate."""
         return sum(params.sequences for params in self.params)
+
+
+WriteSome = Callable[[Sequence[RequestOutput]], int]
+"""Encodes some log-probabilities of answers that grow. Returns how many; 0: there are no more at present."""
 
 
 class Running:
@@ -524,19 +529,30 @@ class Service:
         """Returns all answers, complete. Raises what `start` raises, and DeadlineExceeded."""
         return (await self.ended(ask)).outputs
 
-    async def ended(self, ask: Ask) -> Running:
-        """Generates like `run`; the result also has the durations of prefill and decode."""
+    async def ended(self, ask: Ask, write_some: WriteSome = lambda _: 0) -> Running:
+        """Generates like `run`, with `write_some` as of `written`; the result also has the durations of prefill and
+        decode."""
         running = await self.start(ask, patient=True)
         try:
             async for _ in running:
-                pass
+                written = 0
+                while count := write_some(running.outputs):
+                    written += count
+                    if written >= ENTRIES_AT_ONCE:
+                        written = 0
+                        await asyncio.sleep(0)
         except BaseException:
             running.close()
             raise
         running.close()
         return running
 
-    async def written(self, ask: Ask, write: Callable[[Running], object]) -> object:
-        """Generates like `ended` and returns what `write` makes of the answers; if they are large, as JSON."""
-        running = await self.ended(ask)
+    async def written(
+        self, ask: Ask, write: Callable[[Running], object], write_some: WriteSome = lambda _: 0
+    ) -> object:
+        """Generates like `ended` and returns what `write` makes of the answers; if they are large, as JSON.
+
+        `write_some` encodes a part of what answers have so far.
+        """
+        running = await self.ended(ask, write_some)
         return await write_large(lambda: write(running)) if ask.is_large else write(running)

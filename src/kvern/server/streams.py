@@ -90,11 +90,9 @@ class EventStream:
                 await asyncio.sleep(0)
 
 
-def chunk_stream(
-    chunks: AsyncIterator[object], close: Callable[[], None], headers: Mapping[str, str], large: bool
-) -> EventStream:
-    """Returns a stream of OpenAI's chunks."""
-    return EventStream(chunks, close, headers, CHUNKS, large)
+def chunk_stream(chunks: AsyncIterator[object], close: Callable[[], None], headers: Mapping[str, str]) -> EventStream:
+    """Returns a stream of OpenAI's chunks, whose log-probabilities are encoded already."""
+    return EventStream(chunks, close, headers, CHUNKS)
 
 
 def _whole_line(content: object) -> Iterator[bytes]:

@@ -23,11 +23,14 @@ from kvern.serving.probation import Probation
 from kvern.serving.served import Passage, ServedRequest
 from kvern.serving.wire import AddRequest, FinishRequests, WireMessage
 
+STEPS_AT_ONCE = 32
+"""The steps after which somebody who waits for the end of an answer is woken, to write what has come."""
+
 
 class Generation:
     """`output` grows, and `news` is set whenever it has. Times are of the monotonic clock.
 
-    With `patient`, `news` is set only at the end.
+    With `patient`, `news` is set only at the end, and when so many steps brought it on that something may be written.
     """
 
     def __init__(
@@ -340,7 +343,8 @@ class Workload:
                 if output.failure is not None:
                     is_content = output.failure.startswith(UnreadableContent.MARK)
                     generation.error = (UnreadableContent if is_content else RequestFailed)(output.failure)
-                if output.finished or generation.error is not None or not generation.patient:
+                is_due = not generation.patient or generation.progress % STEPS_AT_ONCE == STEPS_AT_ONCE - 1
+                if output.finished or generation.error is not None or is_due:
                     generation.news.set()
                 self._count(generation, now)
                 if (served := generation.served) is not None:

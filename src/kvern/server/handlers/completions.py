@@ -44,11 +44,10 @@ class Completions:
             running = await service.start(ask)
             chunks = imported("kvern.api.completion_chunks:chunks")
             news = chunks(writer, running.outputs, running, service.config.stream_interval)
-            stream: EventStream = imported("kvern.server.streams:chunk_stream")(
-                news, running.close, headers, ask.is_large
-            )
+            stream: EventStream = imported("kvern.server.streams:chunk_stream")(news, running.close, headers)
             return stream
-        return await whole_answer(request, service.written(ask, lambda ended: writer.answer(ended.outputs)), headers)
+        work = service.written(ask, lambda ended: writer.answer(ended.outputs), writer.write_some)
+        return await whole_answer(request, work, headers)
 
     def answerer(self, url: str) -> Answerer:
         """Returns the answerer of batch rows for one of the routes."""
