@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from kvern import LLM, RequestOutput, SamplingParams
+from kvern.cache.messages import PAGE_TOKENS
 from kvern.engine.engine import Engine
 from tests.support.combined_answers import check_same
-from tests.support.combined_features import FEATURES, OF_TEXT, Alone, Ask, Result, Run, at_once
+from tests.support.combined_features import FEATURES, OF_TEXT, OPTIONS, Alone, Ask, Result, Run, at_once
 from tests.support.combined_images import seeing_model
 from tests.support.combined_requests import TOGETHER, asks_with, plain_asks, random_model, too_little_room
 from tests.support.idle import core_here, is_idle
@@ -91,7 +92,8 @@ class Divided:
             core_here(llm).drafting = drafting  # the first rank's, of those with requests of their own
 
     def answered(self, asks: Sequence[Ask]) -> tuple[list[Result], Run]:
-        """All of them in one batch of streams; then the last one that is a single sequence again.
+        """All of them in one batch of streams; then the last one that is a single sequence again, or with a tier a
+        prompt of a page, at whose end states are kept.
 
         Three times: of two engines one then answers it for the second time.
         """
@@ -100,11 +102,13 @@ class Divided:
         before = self._counted()
         results = streams(self.llm, asks)
         preemptions, drafts, right = map(operator.sub, self._counted(), before)
-        single = next(ask for ask in reversed(asks) if ask.params.sequences == 1)
+        single, page = next(ask for ask in reversed(asks) if ask.params.sequences == 1), OPTIONS["block_size"]
+        if self.llm.config.kv_tier:
+            single, page = Ask("Tell me of a fox. " * 12, SamplingParams(temperature=0, max_tokens=4)), PAGE_TOKENS
         again = [at_once(self.llm, [single])[0].output for _ in range(3)]
         repeated = max(again, key=lambda output: output.cached_tokens)
         lost = {result.output.request_id for result in results} if preemptions else set()  # nobody says which of them
-        return results, Run(lost, [], self.alone, (drafts, right), repeated)
+        return results, Run(lost, [], self.alone, (drafts, right), repeated, page)
 
     def _counted(self) -> tuple[int, int, int]:
         seen = self.llm.statistics()

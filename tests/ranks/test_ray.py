@@ -253,9 +253,9 @@ def test_streams_go_on_when_a_node_leaves(expected: dict[int, list[str]]) -> Non
         concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool,
     ):
         asked = served.client()
-        streams = [begun(asked, prompt, LONG) for prompt in PROMPTS]
         leaving = cluster.nodes[1]
         (engine,) = engines_of(cluster, leaving)
+        streams = [begun(asked, prompt, LONG) for prompt in PROMPTS]
         os.kill(engine, signal.SIGSTOP)
         assert sum(served.figure("num_requests_running", engine=name) > 0 for name in "01") == 2, "none has ended"
         cluster.remove_node(leaving)

@@ -141,6 +141,8 @@ class Run:
     drafts: tuple[int, int] = (0, 0)
     """The numbers of verified and of accepted drafts."""
     repeated: RequestOutput | None = None  # of a request that came again as the last one, behind the batch
+    page: int = OPTIONS["block_size"]
+    """Tokens of which so many are cached together."""
 
 
 def at_once(llm: LLM, asks: Sequence[Ask]) -> list[Result]:
@@ -398,8 +400,8 @@ class PrefixCache(Feature):
 
     def check(self, results: Sequence[Result], run: Run) -> None:
         if run.repeated is not None:
-            last, size = len(run.repeated.prompt_token_ids) - 1, OPTIONS["block_size"]
-            assert run.repeated.cached_tokens >= last - last % size > 0
+            last = len(run.repeated.prompt_token_ids) - 1
+            assert run.repeated.cached_tokens >= last - last % run.page > 0
             return
         first, second = run.cached
         assert any(result.output.cached_tokens > result.cached_before for result in results) or second > first
