@@ -143,6 +143,8 @@ def test_the_other_engine_is_told_of_parts(alone: LLM, handed: LLM, monkeypatch:
 
     def noted(generation: Generation) -> None:
         brought.append(generation.output.request_id)
+        part, whole = generation.stored_part().prompt.token_ids, generation.spec.prompt.token_ids
+        assert part == whole[: generation.stored_tokens + 1] and len(part) > 64, "more is not there yet"
         bring(generation)
 
     monkeypatch.setattr(prefill.workload, "stored", noted)

@@ -439,7 +439,7 @@ class Replicas:
     def bring(self, generation: Generation) -> None:
         """Have the engine that is likely to answer a request load what stores have of its prompt."""
         if (chosen := self._cheapest_of(generation, self.index.levels(generation.names), prefill=False)) is not None:
-            chosen.supervisor.send(BringPages(generation.spec.prompt_alone()))
+            chosen.supervisor.send(BringPages(generation.stored_part()))
 
     def has_other(self, replica: Replica) -> bool:
         """Another one takes requests."""

@@ -43,7 +43,8 @@ class AddRequest(WireMessage):
 
 
 class BringPages(WireMessage):
-    """Load what stores have of a prompt, which another engine still computes, into the prefix cache."""
+    """Load what stores have of a prompt, which another engine still computes, into the prefix cache: this part of it
+    alone is sent."""
 
     spec: RequestSpec
 

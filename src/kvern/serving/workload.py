@@ -16,7 +16,7 @@ from kvern.observe.metrics import Metrics, RequestTimes
 from kvern.request.events import TokenEvent
 from kvern.request.outputs import RequestOutput
 from kvern.request.record import RequestRecord
-from kvern.request.request import Progress, RequestSpec
+from kvern.request.request import Progress, PromptInput, RequestSpec
 from kvern.serving.prefix_index import EnginePrefixes, Expected, Level, cached_tokens
 from kvern.serving.prefix_record import answer_tokens
 from kvern.serving.probation import Probation
@@ -118,6 +118,11 @@ class Generation:
         """An engine may compute its prompt for another, which needs nothing of it but keys and values."""
         params, is_new = self.spec.params, not any(answer.token_ids for answer in self.output.outputs)
         return is_new and not self.handed_over and not self.spec.embed and params.prompt_logprobs is None
+
+    def stored_part(self) -> RequestSpec:
+        """Returns its prompt as far as stores have it, and one token more: the last one is never loaded."""
+        tokens = self.spec.prompt.token_ids[: self.stored_tokens + 1]
+        return msgspec.structs.replace(self.spec.prompt_alone(), prompt=PromptInput(tokens))
 
     def hand_over(self, record: RequestRecord | None, lacks: str) -> None:
         """Its prompt is computed, with this record: another engine goes on, and finds all but what it `lacks`."""
