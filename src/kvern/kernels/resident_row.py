@@ -56,16 +56,31 @@ MOST_INPUTS = 1 << 15
 
 
 @triton.jit
-def _fetch(matrix, output, first, outputs, inputs, FORM: tl.constexpr):
-    """Returns the words of codes `[OUTPUTS, 4 * UNITS]` of rows from `first` on, and the units' scales and zeros.
+def _lines(start, outputs, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
+    """The outputs of a tile's lines from `start` on, and their rows; if GATED each has two, of gate and of up."""
+    if GATED:
+        line = tl.arange(0, 2 * OUTPUTS)
+        output = start + line // 2
+        return output, tl.minimum(output, outputs - 1) + line % 2 * outputs
+    else:
+        output = start + tl.arange(0, OUTPUTS)
+        return output, tl.minimum(output, outputs - 1)
 
-    Of a row beyond the outputs no codes are read.
+
+@triton.jit
+def _fetch(
+    matrix, start, outputs, inputs, FORM: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Returns the words of codes `[LINES, 4 * UNITS]` of a tile, and the units' scales and zeros.
+
+    Beyond the outputs no codes are read.
     """
     CODE: tl.constexpr = FORM.code
     INPUTS: tl.constexpr = FORM.inputs
     WIDTH: tl.constexpr = 8 * pieces_of(CODE)
     word = tl.arange(0, INPUTS // WIDTH * 4)
-    row = (first + tl.minimum(output, outputs - 1)).to(tl.int64)
+    output, row = _lines(start, outputs, OUTPUTS, GATED)
+    row = row.to(tl.int64)
     known = (output < outputs)[:, None]
     if not FORM.even:
         known = known & (word < inputs // WIDTH * 4)[None, :]
@@ -92,7 +107,7 @@ def _fetch(matrix, output, first, outputs, inputs, FORM: tl.constexpr):
 
 @triton.jit
 def _result(tile, values, by, low, high, matrix, row, bias, inverse, FORM: tl.constexpr):
-    """The products of the rows `[OUTPUTS]` of a tile of `_fetch`."""
+    """The products of the rows `[LINES]` of a tile of `_fetch`."""
     CODE: tl.constexpr = FORM.code
     words, scaled, less = tile
     first, second = sums_of_units(words, values, CODE, FORM.group == 16)
@@ -120,16 +135,18 @@ def _result(tile, values, by, low, high, matrix, row, bias, inverse, FORM: tl.co
 
 @triton.jit
 def _end_step(
-    tile, up_tile, values, by, low, high, matrix, output, outputs, bias, inverse, out, FORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr,
+    tile, values, by, low, high, matrix, start, outputs, bias, inverse, out, FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Stores the result of a tile."""
-    known = output < outputs
-    row = tl.minimum(output, outputs - 1)
+    GATED: tl.constexpr = ACTIVATION != ""
+    _, row = _lines(start, outputs, OUTPUTS, GATED)
     result = _result(tile, values, by, low, high, matrix, row, bias, inverse, FORM)
-    if ACTIVATION != "":
-        up = _result(up_tile, values, by, low, high, matrix, row + outputs, bias, inverse, FORM)
-        result = activate(result, ACTIVATION) * up
+    if GATED:
+        gate, up = tl.split(tl.reshape(result, [OUTPUTS, 2]))
+        result = activate(gate, ACTIVATION) * up
+    output = start + tl.arange(0, OUTPUTS)
+    known = output < outputs
     if RESIDUAL:
         result += tl.load(out + output, mask=known, other=0.0).to(tl.float32)
     tl.store(out + output, result.to(out.dtype.element_ty), mask=known)
@@ -143,13 +160,9 @@ def _resident_row_kernel(
 ):  # fmt: skip
     CODE: tl.constexpr = FORM.code
     GATED: tl.constexpr = ACTIVATION != ""
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    one = _fetch(matrix, output, 0, outputs, inputs, FORM)
-    two = _fetch(matrix, output + step, 0, outputs, inputs, FORM)
-    one_up, two_up = one, two
-    if GATED:
-        one_up = _fetch(matrix, output, outputs, outputs, inputs, FORM)
-        two_up = _fetch(matrix, output + step, outputs, outputs, inputs, FORM)
+    begin = tl.program_id(0) * OUTPUTS
+    one = _fetch(matrix, begin, outputs, inputs, FORM, OUTPUTS, GATED)
+    two = _fetch(matrix, begin + step, outputs, inputs, FORM, OUTPUTS, GATED)
     wait_for_previous(OVERLAP)
     unit = tl.arange(0, FORM.inputs // (8 * pieces_of(CODE)))
     values, by, low, high, squares = values_of_units(x, gain, unit, inputs, CODE, gain is not None, FORM.even)
@@ -157,21 +170,16 @@ def _resident_row_kernel(
     if gain is not None:
         inverse = tl.rsqrt(squares / inputs + epsilon)
     # Where a tile was multiplied, the next but one is fetched into the same registers.
-    for _ in tl.range(tl.program_id(0) * OUTPUTS, outputs, 2 * step):
+    for start in tl.range(begin, outputs, 2 * step):
         _end_step(
-            one, one_up, values, by, low, high, matrix, output, outputs, bias, inverse, out, FORM, ACTIVATION, RESIDUAL
+            one, values, by, low, high, matrix, start, outputs, bias, inverse, out, FORM, ACTIVATION, RESIDUAL, OUTPUTS
         )
-        one = _fetch(matrix, output + 2 * step, 0, outputs, inputs, FORM)
-        if GATED:
-            one_up = _fetch(matrix, output + 2 * step, outputs, outputs, inputs, FORM)
+        one = _fetch(matrix, start + 2 * step, outputs, inputs, FORM, OUTPUTS, GATED)
         _end_step(
-            two, two_up, values, by, low, high, matrix, output + step, outputs, bias, inverse, out,
-            FORM, ACTIVATION, RESIDUAL,
+            two, values, by, low, high, matrix, start + step, outputs, bias, inverse, out,
+            FORM, ACTIVATION, RESIDUAL, OUTPUTS,
         )  # fmt: skip
-        output += 2 * step
-        two = _fetch(matrix, output + step, 0, outputs, inputs, FORM)
-        if GATED:
-            two_up = _fetch(matrix, output + step, outputs, outputs, inputs, FORM)
+        two = _fetch(matrix, start + 3 * step, outputs, inputs, FORM, OUTPUTS, GATED)
 
 
 def keeps_row(code: str, group: int, inputs: int, device: torch.device) -> bool:
