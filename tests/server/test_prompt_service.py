@@ -20,6 +20,7 @@ from kvern.observe.metrics import Metrics
 from kvern.request.events import EngineStatistics, TokenEvent
 from kvern.request.request import PromptInput, RequestSpec
 from kvern.request.sampling_params import ResolvedParams
+from kvern.request.store_figures import StoreFigures
 from kvern.runner.plan import Layout
 from kvern.serving import prompt_service
 from kvern.serving.prefill_servers import PrefillServer, prompts_address
@@ -362,7 +363,7 @@ def test_prompts_with_adapters_are_computed_where_the_same_files_are_loaded(tiny
             option = f"{address[0]}:{address[1] - 1}"
             hooks = again.put_nowait, computed.put_nowait, digests.__getitem__
             server = PrefillServer(option, outputs, Turns(), Metrics("m"), *hooks)
-            server.start(READY.pages)
+            server.start(READY.pages, ("host:1GB", "nixl://a:1", f"nixl://{option}?optional"))
             plain, first, second = asked("1-1", None), asked("1-2", 7), asked("1-3", 8)
             assert not server.refuses(second), "it is gone, which /ready tells"
             async with asyncio.timeout(WORD_SECONDS):
@@ -370,6 +371,9 @@ def test_prompts_with_adapters_are_computed_where_the_same_files_are_loaded(tiny
                     await asyncio.sleep(0)
                 assert server.takes(plain) and not server.takes(second)
                 assert server.refuses(second) == "it has not its adapter" and not server.refuses(first)
+                off = {"nixl": StoreFigures(), "nixl-2": StoreFigures(is_on=False)}
+                assert not server.takes(plain, off) and server.takes(plain, {"nixl": StoreFigures(is_on=False)})
+                assert server.refuses(plain, off) == "its pages could not be read of late"
                 for generation in (plain, first):
                     generation.hands_over = True
                     server.workload.take(generation)

@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import zmq
 import zmq.asyncio
 
+from kvern.config import OPTIONAL
 from kvern.engine.output import OutputProcessor
 from kvern.errors import KvernError, in_a_line, shown, without_passwords
 from kvern.observe.metrics import Metrics
 from kvern.request.events import TokenEvent
+from kvern.request.store_figures import StoreFigures
 from kvern.serving.prefix_index import EnginePrefixes, PrefixIndex
 from kvern.serving.probation import Probation
 from kvern.serving.wire import (
@@ -35,6 +38,7 @@ logger = logging.getLogger("kvern")
 SILENCE_SECONDS = 5.0
 """Seconds without a word, after which the other is gone: it says something every second."""
 LONGEST_WAIT = 60.0
+NO_STORES: Mapping[str, StoreFigures] = MappingProxyType({})
 
 
 def prompts_address(option: str) -> tuple[str, int]:
@@ -65,6 +69,8 @@ class PrefillServer:
         self._address = prompts_address(option)
         self._secret = peer_secret()
         self._pages = ""
+        self._store = ""
+        """The name of the store with its pages in engines here."""
         self._again = again
         self._digest = digest
         self._adapters: frozenset[bytes] = frozenset()
@@ -116,18 +122,23 @@ class PrefillServer:
         """The most prompts that it computes at the same time."""
         return 0 if self._ready is None else self._ready.sequences
 
-    def takes(self, generation: Generation) -> bool:
-        """Returns whether it may compute a prompt: it may have a shorter context, and lack its adapter."""
-        if self._ready is None or not generation.may_hand_over:
-            return False
-        return generation.spec.prompt_length < self._ready.max_model_len and not self._lacks_adapter(generation)
+    def takes(self, generation: Generation, stores: Mapping[str, StoreFigures] = NO_STORES) -> bool:
+        """Returns whether it may compute a prompt for an engine with these stores."""
+        return self._ready is not None and generation.may_hand_over and not self.refuses(generation, stores)
 
-    def refuses(self, generation: Generation) -> str:
-        """Returns why it does not compute a prompt that is to be handed over; empty: it does, or is gone."""
-        if self._ready is None or self.takes(generation):
+    def refuses(self, generation: Generation, stores: Mapping[str, StoreFigures] = NO_STORES) -> str:
+        """Returns why it does not compute a prompt that is to be handed over; empty: it does, or is gone.
+
+        It may have a shorter context, and lack its adapter; the engine may have found that it cannot read its pages.
+        """
+        if self._ready is None:
             return ""
-        lacks = self._lacks_adapter(generation)
-        return f"it has {'not its adapter' if lacks else f'a context of {self._ready.max_model_len} tokens'}"
+        if generation.spec.prompt_length >= self._ready.max_model_len:
+            return f"it has a context of {self._ready.max_model_len} tokens"
+        if self._lacks_adapter(generation):
+            return "it has not its adapter"
+        figures = stores.get(self._store)
+        return "" if figures is None or figures.is_on else "its pages could not be read of late"
 
     def _lacks_adapter(self, generation: Generation) -> bool:
         key = generation.spec.adapter
@@ -140,9 +151,13 @@ class PrefillServer:
                 message.adapter = self._digest(message.spec.adapter) or None
             self._socket.send(encode(message))
 
-    def start(self, pages: str) -> None:
-        """Connects, now or when there is such a server. `pages`: what engines here say of theirs."""
+    def start(self, pages: str, stores: Sequence[str] = ()) -> None:
+        """Connects, now or when there is such a server. `pages`: what engines here say of theirs; `stores`: their
+        options, of which one reads its pages."""
         self._pages = pages
+        readers = [option.removesuffix(OPTIONAL) for option in stores if option.startswith("nixl:")]
+        place = readers.index(f"nixl://{self.name}") if f"nixl://{self.name}" in readers else 0
+        self._store = f"nixl-{place + 1}" if place else "nixl"
         if self._task is None:
             self._task = asyncio.create_task(self._keep())
 

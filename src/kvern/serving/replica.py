@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvern.config import EngineConfig
@@ -11,6 +11,7 @@ from kvern.engine.output import OutputProcessor
 from kvern.errors import EngineDied
 from kvern.observe.metrics import Metrics, Refusals
 from kvern.request.events import EngineStatistics, all_together
+from kvern.request.store_figures import StoreFigures
 from kvern.serving import wire
 from kvern.serving.child import EngineProcess
 from kvern.serving.choice import EngineLoads, Load
@@ -171,6 +172,11 @@ class Replica:
             for name, generation in self.workload.running.items()
             if name not in suspected and not (generation.begun and self.supervisor.is_ready)
         ]
+
+    @property
+    def stores(self) -> Mapping[str, StoreFigures]:
+        """The stores of the KV cache's tier by name, as the engine has said last."""
+        return self._latest.stores
 
     @property
     def statistics(self) -> EngineStatistics:

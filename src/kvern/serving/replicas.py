@@ -193,7 +193,7 @@ class Replicas:
         self.resting = False
         self._settle()
         for server in self._servers:
-            server.start(self.ready.pages)
+            server.start(self.ready.pages, self._config.kv_tier)
 
     async def rest(self) -> None:
         """End the engines until `start`. What they have not answered goes on then."""
@@ -505,7 +505,7 @@ class Replicas:
     def _workload(self, generation: Generation) -> Workload:
         """Returns the workload of the engine for a request, or of a server that computes its prompt before."""
         chosen = self._chosen(generation)
-        takers = [server.workload for server in self._servers if server.takes(generation)]
+        takers = [server.workload for server in self._servers if server.takes(generation, chosen.stores)]
         if not self._servers or weights_prefix(self.weights.version):  # they have the weights of the model's folder
             return chosen.workload
         if len(self) == 1:
@@ -514,7 +514,7 @@ class Replicas:
         if not takers:
             if generation.served is not None and generation.may_hand_over and hands_over(uncached, 0, 0):
                 for one in self._servers:
-                    if reason := one.refuses(generation):
+                    if reason := one.refuses(generation, chosen.stores):
                         generation.served.refused(one.name, reason)
             return chosen.workload
         before = min(takers, key=lambda one: one.tokens)
