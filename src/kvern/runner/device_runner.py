@@ -22,7 +22,6 @@ from torch import Tensor
 from kvern.device import marks
 from kvern.device.device_batch import DeviceBatch, DeviceRows, build_device_batch
 from kvern.device.input_batch import sampled_tokens
-from kvern.device.transfer import upload
 from kvern.drafting.device.drafter import Captures, ComputedStep, Drafter, GuardedDrafter
 from kvern.drafting.verification import guessed_drafts, read_drafts, verify
 from kvern.kernels import logprobs
@@ -86,7 +85,8 @@ def reported(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> DeviceLog
     """Log-probabilities as `token_logprobs` returns them."""
     found = logprobs.empty(len(tokens), logits.device)
     slots = torch.zeros(len(tokens), dtype=torch.int32, device=logits.device)
-    logprobs.logprobs(logits, slots, upload([most], torch.int64, logits.device), tokens, found)
+    wanted = torch.full((1,), most, dtype=torch.int64, device=logits.device)
+    logprobs.logprobs(logits, slots, wanted, tokens, found)
     return DeviceLogprobs.of(found, len(tokens), min(most, logits.shape[-1]))
 
 

@@ -42,10 +42,10 @@ class PromptRun:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of all tokens of `runs`, in parts of PROMPT_LOGITS_ROWS, of a step with `places` requests."""
+    """Log-probabilities of all tokens of `runs`, of a step with `places` requests."""
 
     runs: Sequence[PromptRun]
-    parts: "list[FetchedLogprobs]"
+    fetched: "FetchedLogprobs"
     places: int
 
     def entries(self) -> list[LogprobRows | None]:
@@ -54,8 +54,7 @@ class PromptLogprobs:
         ends = list(accumulate((len(run.tokens) for run in self.runs), initial=0))
         asked = [(slice(*ends), run.wanted) for ends, run in zip(pairwise(ends), self.runs, strict=True)]
         result: list[LogprobRows | None] = [None] * self.places
-        told = self.parts[0].of(self.parts).rows(tokens, asked)
-        for run, rows in zip(self.runs, told, strict=True):
+        for run, rows in zip(self.runs, self.fetched.rows(tokens, asked), strict=True):
             result[run.place] = rows
         return result
 
@@ -263,7 +262,7 @@ def prompt_logprobs(
     sent = upload(tokens + places, torch.int64, hidden.device).view(2, -1)
     most = max(run.wanted for run in runs)
     parts = [
-        logprobs(decoder.logits(hidden.index_select(0, predicting), upcast=False), ids, most).fetch()
+        logprobs(decoder.logits(hidden.index_select(0, predicting), upcast=False), ids, most)
         for ids, predicting in torch.split(sent, PROMPT_LOGITS_ROWS, dim=1)
     ]
-    return PromptLogprobs(runs, parts, len(batch.slots))
+    return PromptLogprobs(runs, parts[0].joined(parts).fetch(), len(batch.slots))

@@ -27,6 +27,12 @@ class DeviceLogprobs:
         own, ranks, ids, values = found
         return cls(own[:count], ranks[:count], ids[:count, :most], values[:count, :most])
 
+    @classmethod
+    def joined(cls, parts: "Sequence[DeviceLogprobs]") -> "DeviceLogprobs":
+        """Puts the tokens of parts behind each other."""
+        each = [(part.chosen, part.ranks, part.best_ids, part.best) for part in parts]
+        return cls(*map(torch.cat, zip(*each, strict=True)))
+
     def fetch(self) -> "FetchedLogprobs":
         """A copy on the host, which arrives when the device's work so far is done."""
         columns = [
@@ -43,11 +49,6 @@ class FetchedLogprobs:
     """Log-probabilities of N tokens on the host, [N, 2 * most + 2]: rows of `LogprobRows` without the tokens' ids."""
 
     columns: torch.Tensor
-
-    @classmethod
-    def of(cls, parts: "Sequence[FetchedLogprobs]") -> "FetchedLogprobs":
-        """Puts the tokens of parts that have arrived behind each other."""
-        return cls(torch.cat([part.columns for part in parts]))
 
     def rows(self, tokens: Sequence[int], runs: Sequence[tuple[slice, int]]) -> Iterator[LogprobRows]:
         """Yields the rows of each run of the N `tokens`, with so many of the most probable ones."""

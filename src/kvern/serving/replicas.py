@@ -401,7 +401,7 @@ class Replicas:
         try:
             while True:
                 try:
-                    async with asyncio.timeout_at(deadline):
+                    async with contextlib.nullcontext() if deadline is None else asyncio.timeout_at(deadline):
                         await news.wait()
                 except TimeoutError as error:
                     raise DeadlineExceeded("timeout has passed before the answer was complete: allow more") from error
