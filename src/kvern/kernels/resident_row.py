@@ -5,8 +5,8 @@ float16, so that a weight takes an instruction and a half. A thread has the same
 unit, whose inputs it has multiplied by a power of two, so that nothing overflows and what is rounded is small beside
 the unit's largest input: half bytes as they stand are float16 below the least normal one, without a bias, and those of
 e2m1 become float16 2^14 times too small, in one instruction and a half. Sums of units are float32. Two tiles of rows
-are in registers, of which one is on its way while the other is multiplied; the first two are before the previous kernel
-has ended.
+are in registers, of which one is on its way while the other is multiplied; the first two, and the gains of a norm, are
+before the previous kernel has ended.
 """
 
 from typing import NamedTuple
@@ -33,6 +33,7 @@ from kvern.kernels.packed_product import ended_sums
 from kvern.kernels.resident_units import (
     byte_scale,
     four_words,
+    gains_of_units,
     half_of,
     pieces_of,
     sums_of_units,
@@ -163,9 +164,12 @@ def _resident_row_kernel(
     begin = tl.program_id(0) * OUTPUTS
     one = _fetch(matrix, begin, outputs, inputs, FORM, OUTPUTS, GATED)
     two = _fetch(matrix, begin + step, outputs, inputs, FORM, OUTPUTS, GATED)
-    wait_for_previous(OVERLAP)
     unit = tl.arange(0, FORM.inputs // (8 * pieces_of(CODE)))
-    values, by, low, high, squares = values_of_units(x, gain, unit, inputs, CODE, gain is not None, FORM.even)
+    gains = None
+    if gain is not None:
+        gains = gains_of_units(gain, unit, inputs, CODE, FORM.even)
+    wait_for_previous(OVERLAP)
+    values, by, low, high, squares = values_of_units(x, gains, unit, inputs, CODE, FORM.even)
     inverse = 1.0
     if gain is not None:
         inverse = tl.rsqrt(squares / inputs + epsilon)

@@ -89,14 +89,30 @@ def pieces_of(code: str) -> int:
 
 
 @triton.jit
-def _piece(x, gain, unit, inputs, CODE: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
-    """Eight inputs of each unit `[UNITS, 8]` float32, with their gain, and their squares without it."""
+def _eight(x, unit, inputs, CODE: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr):
+    """Eight inputs of each unit `[UNITS, 8]`, zero beyond the last."""
     place = (unit * (8 * pieces_of(CODE)) + PIECE * 8)[:, None] + tl.arange(0, 8)[None, :]
-    known = place < inputs
-    value = (tl.load(x + place) if EVEN else tl.load(x + place, mask=known, other=0.0)).to(tl.float32)
+    return tl.load(x + place) if EVEN else tl.load(x + place, mask=place < inputs, other=0.0)
+
+
+@triton.jit
+def gains_of_units(gain, unit, inputs, CODE: tl.constexpr, EVEN: tl.constexpr):
+    """The gains of the units' inputs: `[UNITS, 8]` for each of their pieces."""
+    one = _eight(gain, unit, inputs, CODE, 0, EVEN)
+    two = _eight(gain, unit, inputs, CODE, 1, EVEN)
+    if pieces_of(CODE) == 2:
+        return one, two
+    else:
+        return one, two, _eight(gain, unit, inputs, CODE, 2, EVEN), _eight(gain, unit, inputs, CODE, 3, EVEN)
+
+
+@triton.jit
+def _piece(x, gains, unit, inputs, CODE: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr):
+    """Eight inputs of each unit `[UNITS, 8]` float32, with their gain if there is one, and their squares without it."""
+    value = _eight(x, unit, inputs, CODE, PIECE, EVEN).to(tl.float32)
     squares = value * value
-    if NORM:
-        value *= (tl.load(gain + place) if EVEN else tl.load(gain + place, mask=known, other=0.0)).to(tl.float32)
+    if gains is not None:
+        value *= gains[PIECE].to(tl.float32)
     return value, squares
 
 
@@ -193,19 +209,20 @@ def sums_of_units(words, values, CODE: tl.constexpr, HALVES: tl.constexpr):
 
 
 @triton.jit
-def values_of_units(x, gain, unit, inputs, CODE: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
+def values_of_units(x, gains, unit, inputs, CODE: tl.constexpr, EVEN: tl.constexpr):
     """Returns the units' inputs as words of pairs of float16, and the factors of their sums.
 
-    Behind them the sums of the inputs of both planes, and of all squares: `(words, by, low, high, squares)`.
+    Behind them the sums of the inputs of both planes, and of all squares: `(words, by, low, high, squares)`. `gains`:
+    of `gains_of_units`, or None.
     """
-    one, squares = _piece(x, gain, unit, inputs, CODE, 0, NORM, EVEN)
-    two, more = _piece(x, gain, unit, inputs, CODE, 1, NORM, EVEN)
+    one, squares = _piece(x, gains, unit, inputs, CODE, 0, EVEN)
+    two, more = _piece(x, gains, unit, inputs, CODE, 1, EVEN)
     squares += more
     largest = tl.maximum(tl.max(tl.abs(one), axis=1), tl.max(tl.abs(two), axis=1))
     if CODE != "e4m3":
-        three, more = _piece(x, gain, unit, inputs, CODE, 2, NORM, EVEN)
+        three, more = _piece(x, gains, unit, inputs, CODE, 2, EVEN)
         squares += more
-        four, more = _piece(x, gain, unit, inputs, CODE, 3, NORM, EVEN)
+        four, more = _piece(x, gains, unit, inputs, CODE, 3, EVEN)
         squares += more
         largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(three), axis=1), tl.max(tl.abs(four), axis=1)))
     TOP: tl.constexpr = 3 if CODE == "e4m3" else 14
