@@ -1,4 +1,4 @@
-"""What is to be embedded in a body of /v1/embeddings: OpenAI's texts and token ids, Jina's objects, vLLM's messages.
+"""The inputs in a body of /v1/embeddings: OpenAI's texts and token ids, Jina's objects, vLLM's messages.
 
 {"input": ["a cat", {"text": "a dog"}, {"image": "data:image/png;base64,..."}]}
 {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:..."}}]}]}

@@ -367,7 +367,7 @@ def _time(
 def _fitting(
     requests: Sequence[tuple[int, int]], shapes: Shapes, layer: AttentionSpec, room: int
 ) -> list[tuple[int, int]]:
-    """As many of the requests, cut to the longest sequence, as have their tensors in `room` bytes; one at least."""
+    """Returns the requests, cut to the longest sequence, whose tensors fit into `room` bytes; one at least."""
     fitting: list[tuple[int, int]] = []
     for start, count in requests[: shapes.max_requests]:
         first = min(start, shapes.longest - 1)

@@ -81,7 +81,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """What ran and on what shape, the seconds of a call, and the bytes and operations that it takes at least.
+    """A kernel and its shape, the seconds of a call, and the bytes and operations that it takes at least.
 
     Bytes and operations are 0 where they are not known.
     """

@@ -302,7 +302,7 @@ class ImagePool(CacheExtension):
         self._completed = step
 
     def undo(self, step: int, waiting: Sequence[Request]) -> None:
-        """What steps have begun to encode is lost; READY is what a step has reported that came back."""
+        """Forgets images that steps have begun to encode; those are READY that a step that came back has reported."""
         self._let_run([*self._waiting])
         for image in [image for image in self._pending.values() if image.parts]:
             self._drop(image)

@@ -1,4 +1,4 @@
-"""What the KV cache's own extensions tell the worker with a step, and the settings and protocol that both sides know.
+"""The messages of the KV cache's own extensions to the worker, and the settings and protocol that both sides know.
 
 The worker imports this module alone; the extensions themselves (`windows.py`, `states.py`, `tier.py`) run beside the
 scheduler, and only in engines that need them.
@@ -146,7 +146,7 @@ class EncodingStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ImageMessage(ExtensionMessage, frozen=True, array_like=True, gc=False):
-    """What is done about images before a step, in this order.
+    """The work on images before a step, in this order.
 
     `dropped` are given up, `begun` begin, and of the images of `parts` (number, count) so many parts are computed.
     The rows of those that are `ended` by that are written to their places, and the report has their numbers, each with

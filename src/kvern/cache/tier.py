@@ -280,7 +280,7 @@ class TierTraffic(CacheExtension):
         reserve: int,
         ahead: Callable[[], Sequence[tuple[int, int]]],
     ) -> bool:
-        """As `lookup`, for a request that waits for others, in which time pages may come.
+        """Does as `lookup`, for a request that waits for others, in which time pages may come.
 
         What is decided here once is not decided again until it is the next to run.
         """
@@ -398,7 +398,7 @@ class TierTraffic(CacheExtension):
         return next((page for page, _ in pages if not self._has(prompt, keys[page], Part.WINDOWS)), None)
 
     def _to_load(self, prompt: KnownPrompt, keys: dict[int, bytes], end: int) -> list[LoadedPage]:
-        """What the tree lacks for a request that continues at `end`: what comes later stands on what is before."""
+        """The pages that the tree lacks for a request that continues at `end`: later ones depend on earlier ones."""
         known, per_page = len(prompt.path), self._page_blocks
         first = known // per_page * per_page + per_page
         ends = range(first, end + 1, per_page) if self._has_blocks else ()

@@ -114,7 +114,7 @@ class LoadedSpans:
 
 
 class KnownPrompt(NamedTuple):
-    """What the prefix tree has of a request: `path`, and `usable` tokens, from which it can continue now.
+    """The part of a request that the prefix tree has: `path`, and `usable` tokens, from which it can continue now.
 
     `contents` has one integer for each position, `sources` the stores that have parts of pages, as far as was asked.
     """
@@ -132,7 +132,7 @@ def loaded_page(prompt: KnownPrompt, key: bytes, part: Part, end: int) -> Loaded
 
 
 def left_by(loads: Iterable[PendingLoad], block_size: int) -> list[tuple[int, int]]:
-    """What the requests that wait for loads compute afterwards: a load that stands in line behind these has that
-    time."""
+    """Returns the work of requests after the loads that they wait for: a load that stands in line behind them has
+    that time."""
     ends = [(load, (load.known + len(load.blocks)) * block_size) for load in loads]
     return [(end, len(request.token_ids)) for load, end in ends for request in load.waiting]

@@ -55,7 +55,7 @@ class DescribeCommand:
         return 0
 
     def _known(self, folder: Path) -> str | None:
-        """What describes the model already; None: nothing, or a file that was made for another config.json."""
+        """Returns what describes the model already; None: nothing, or a file that was made for another config.json."""
         from kvern.models.embedder import spec_of_folder
         from kvern.models.loader import read_config
         from kvern.models.registry import is_described

@@ -37,7 +37,7 @@ class Bundle:
     result = Finished
 
     def inputs(self, work: Work) -> Mapping[str, Any]:
-        """What is noted of the question, and where the bundle is."""
+        """The notes about the question, and the place of the bundle."""
         return {**work.asked.identity, "out": str(work.asked.out.absolute())}
 
     def run(self, work: Work) -> Finished:

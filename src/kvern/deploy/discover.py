@@ -1,4 +1,4 @@
-"""What the model is, said before anything is downloaded: family, formats, licence, size."""
+"""The facts about a model before anything is downloaded: family, formats, licence, size."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a deployment has done so far, in its folder.
+"""The record of what a deployment has done so far, in its folder.
 
 ::
 

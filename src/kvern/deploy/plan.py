@@ -1,4 +1,4 @@
-"""How the model is divided among this machine's devices, and whether it must be smaller for that."""
+"""The division of the model among this machine's devices, and whether it must be smaller for that."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

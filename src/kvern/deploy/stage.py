@@ -13,7 +13,7 @@ from kvern.deploy.journal import Journal
 from kvern.errors import ConfigError, shown
 
 TARGETS = {"ttft": "first tokens", "itl": "time between tokens"}
-"""What a target may limit; both are of 99 of 100."""
+"""The figures that a target may limit; both are of 99 of 100."""
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 

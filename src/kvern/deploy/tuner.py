@@ -77,7 +77,7 @@ class Tuner:
         self._repetitions = max(repetitions, FEWEST)
         self._ends = clock() + seconds
         self.trials: dict[str, Trial] = {}
-        """What was tried, in order, by the configuration as JSON."""
+        """The configurations that were tried, in order, as JSON."""
         self.ended_early = False
         """True if the time was over before a round changed nothing."""
 

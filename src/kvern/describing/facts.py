@@ -1,4 +1,4 @@
-"""What the tree of a model's modules tells without doubt: sizes, attention, norms, MLPs, and names of tensors."""
+"""Facts that the tree of a model's modules tells without doubt: sizes, attention, norms, MLPs, names of tensors."""
 
 import re
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ def _qk_norm(layer: nn.Module, call: AttentionSpec) -> tuple[NormSpec, str] | No
 
 
 def _mixture(layer: nn.Module, settings: dict[str, Any]) -> MoeSpec | None:
-    """What the shapes of a layer's experts tell; None: it has none."""
+    """Returns what the shapes of a layer's experts tell; None: it has none."""
     tensors = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
     stacked = [shape for name, shape in tensors.items() if len(shape) == 3]
     if len(stacked) != 2:

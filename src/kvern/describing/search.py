@@ -34,7 +34,7 @@ AGREEMENT = 1e-4
 """The largest difference of logits in float32, as a share of their spread."""
 FAR_AGREEMENT = 1e-3
 ROUNDING = 2.0**-22
-"""The same at far positions, and what is added for each position before: angles are rounded as they grow."""
+"""The limits at far positions, and what is added for each position before: angles are rounded as they grow."""
 MOST = 800
 """Candidates that are tried."""
 MOST_IMPOSSIBLE = 32
@@ -54,7 +54,7 @@ _HINTS: Mapping[Placement, str] = {
 
 
 class Choice(NamedTuple):
-    """What the tree of modules does not tell.
+    """The facts that the tree of modules does not tell.
 
     norms        the places of the norms of a layer, in the order in which they were made
     parallel     attention and MLP read the same residual

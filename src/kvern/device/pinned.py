@@ -51,7 +51,7 @@ class Pins:
         """`name`: what it is, for people."""
         self._wanted: Pinnable | None = pinnable
         self._memory: Pinnable | None = pinnable
-        """The same memory, until nothing of it is pinned."""
+        """The memory, until nothing of it is pinned."""
         self._device, self._name = device, name
         self._pinned: list[int] = []
         self._lock = threading.RLock()  # the last who holds what is pinned may be `extend`, which then calls `end`

@@ -143,7 +143,7 @@ def make_timing(config: EngineConfig, folder: Path, spec: ModelSpec, layout: Lay
 
 
 def factors_of_steps(config: EngineConfig, folder: Path, layout: Layout) -> "Callable[[], StepFactors | None]":
-    """What finds how long parts of steps should take by the estimates of `kvern plan`; None where there are none."""
+    """Returns the estimate of the times of parts of steps, as `kvern plan` has it; None where there is none."""
 
     def found() -> "StepFactors | None":
         from kvern.planning.choice import model_of

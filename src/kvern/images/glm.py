@@ -11,7 +11,7 @@ from kvern.spec.vision import VisionSpec
 
 @dataclass(frozen=True)
 class FramedPixelCount(Resizing):
-    """As PixelCount of `frames` times the picture; a picture that is narrower than `unit` is enlarged before."""
+    """The PixelCount of `frames` times the picture; a picture that is narrower than `unit` is enlarged before."""
 
     least: int
     most: int

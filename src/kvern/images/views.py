@@ -115,7 +115,7 @@ def written(tokens: ImageTokens, views: Sequence[View], grids: Mapping[View, Gri
 
 
 def _tiled(tokens: ImageTokens, views: Sequence[View], grids: Mapping[View, Grid]) -> list[str | int]:
-    """As `written`: tiles with the text of their place, and at last the whole picture."""
+    """Returns, as `written`, tiles with the text of their place, and at last the whole picture."""
     assert tokens.tile is not None
     *tiled, whole = views
     found: list[str | int] = []

@@ -4,12 +4,12 @@ import gc
 import sys
 
 SWITCH_SECONDS = 0.0002
-"""How long a thread may keep the interpreter from others. With Python's 5 ms a step waits that long, several times, for
-threads that put pages into stores or read messages."""
+"""The time for which a thread may keep the interpreter from others. With Python's 5 ms a step waits that long, several
+times, for threads that put pages into stores or read messages."""
 
 NEW_OBJECTS = 20_000
-"""How many more objects are made than go before the collector looks at these. With Python's 700 it took a fifth of the
-time of steps that load pages, up to 20 ms at once."""
+"""The number of objects that are made beyond those that go, before the collector looks at them. With Python's 700 it
+took a fifth of the time of steps that load pages, up to 20 ms at once."""
 
 
 def settle() -> None:

@@ -74,7 +74,7 @@ class Pages(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What programs found for the same queries, until one joins it: means of values, and the logarithms of weights."""
+    """Results of programs for the same queries, until one joins them: means of values, logarithms of weights."""
 
     means: Any
     sums: Any

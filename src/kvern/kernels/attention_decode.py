@@ -47,7 +47,7 @@ REQUESTS = tl.constexpr(256)
 
 
 class _Batch(NamedTuple):
-    """What the kernel is not compiled for: `Decodes`, how many, the keys of `SharedPrefix`, and the parts of those."""
+    """Arguments that the kernel is not compiled for: `Decodes`, their number, keys and parts of `SharedPrefix`."""
 
     slots: Any
     starts: Any

@@ -50,7 +50,7 @@ class LatentShape(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """What kernels are not compiled for: `Runs`, which decodes have without tiles, and how keys are shared out."""
+    """Arguments that kernels are not compiled for: `Runs`, of decodes without tiles, and the shares of keys."""
 
     slots: Any
     starts: Any

@@ -56,7 +56,7 @@ def _tile(head_dim: int, element_size: int) -> tuple[int, int, int]:
 
 
 class _Batch(NamedTuple):
-    """What the kernel is not compiled for: rows of block tables, tiles of `SharedPrefix`, and all parts of a head."""
+    """Arguments that the kernel is not compiled for: rows of block tables, tiles of `SharedPrefix`, parts of a head."""
 
     slots: Any
     members: Any

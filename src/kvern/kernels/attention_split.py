@@ -52,7 +52,7 @@ class SplitShape(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How keys are shared out: the number of requests, and the splits, programs and span of `SplitShape`."""
+    """The sharing out of keys: the number of requests, and the splits, programs and span of `SplitShape`."""
 
     requests: Any
     splits: Any

@@ -130,7 +130,7 @@ class Matrix(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for of a packed matrix, and of the steps along its inputs.
+    """The facts about a packed matrix, and the steps along its inputs, that a kernel is compiled for.
 
     code, group, per   `Packed.code`, `group` and `outputs_per_scale`
     scales_rows        see `scales_rows`

@@ -36,7 +36,7 @@ class RowCodes(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a kernel writes rows, and with codes their scales, as if no number were above `limit`, or one `static`."""
+    """The place where a kernel writes rows, and with codes their scales, by a `limit` of numbers or one `static`."""
 
     out: Any
     scales: Any = None

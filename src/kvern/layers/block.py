@@ -37,7 +37,7 @@ RECURRENT: Mapping[type, tuple[str, str]] = {
     ShortConvSpec: ("conv", "kvern.layers.convolution:ShortConv"),
     Mamba2Spec: ("mamba", "kvern.layers.mamba2:Mamba2"),
 }
-"""What a Llama-style checkpoint calls mixers with states, and their modules, imported for models that have them."""
+"""Names of mixers with states in a Llama-style checkpoint, and their modules, imported for models that have them."""
 
 
 class Places(NamedTuple):

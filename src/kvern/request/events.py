@@ -93,7 +93,7 @@ class CacheSize(EngineSeconds, array_like=True, gc=False):
     cache_chunks: int = 0
     """The chunks that it has; 0: it does not change."""
     cache_touched: int = 0
-    """Those that were used since the cache has them: the others have taken no memory of the machine so far."""
+    """The chunks that were used since the cache has them: others have taken no memory of the machine so far."""
     cache_held: int = 0
     """The chunks that running requests would hold if their last ones were full."""
     cache_wanted: int = 0

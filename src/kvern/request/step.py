@@ -124,7 +124,7 @@ class SchedulerOutput(msgspec.Struct):
     has ended since the step before was submitted. The states of other stages are corrected by them first."""
     scheduled: list[ScheduledTokens] = field(default_factory=list)
     encoding: float = 0.0
-    """What extensions of the KV cache compute besides, as a number of tokens that would take as long."""
+    """The computing of the KV cache's extensions, as a number of tokens that would take as long."""
     request_ids: list[str] = field(default_factory=list)
     """The request of each entry of `scheduled`."""
     extensions: dict[str, Any] = field(default_factory=dict)

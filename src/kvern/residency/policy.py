@@ -154,7 +154,7 @@ class Residency:
     def __init__(self, memory: int, half_life: float = HALF_LIFE) -> None:
         self.memory = memory
         self.host: HostMemory | None = None
-        """What the machine, or the GPU, has left at the time of a decision; None: it does not matter."""
+        """The memory that the machine, or the GPU, has left at the time of a decision; None: it does not matter."""
         self.around: HostMemory | None = None
         """The memory of the machine around the GPUs, if `host` is theirs; None: it does not matter."""
         self.lent = 0

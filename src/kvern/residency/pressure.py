@@ -20,7 +20,7 @@ logger = logging.getLogger("kvern")
 LEAST_FREE = 256 << 20
 """Bytes that stay free: what programs, and the steps of engines, take between two looks."""
 LEAST_SHARE = 0.02
-"""The same limit as a share of all memory. The kernel looks for pages in the background below 0.1 to 1 %, and files
+"""The limit as a share of all memory. The kernel looks for pages in the background below 0.1 to 1 %, and files
 that are read often are worth more in its cache than a model that nobody asks."""
 MOST_SHARE = 0.25
 """The largest share of all memory that has to stay free."""

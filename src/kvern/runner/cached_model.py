@@ -38,7 +38,7 @@ class RowStates(Protocol):
 
 
 class StepEmbeddings(NamedTuple):
-    """What images change in a step of T tokens.
+    """The rows of images in a step of T tokens.
 
     source     [T] the index of the row of each token; -1: the token has its id alone
     rows       [N, hidden] on the device, N <= T, as of `EmbeddedTokens`; None: all tokens have ids alone

@@ -170,7 +170,7 @@ class _Heads(NamedTuple):
 
 
 def _form(piece: _Heads | _Target) -> tuple[int, int]:
-    """What pieces have in common that one launch copies: the number of their kind, and of their heads."""
+    """The kind of pieces that one launch copies: its number, and that of their heads."""
     return piece.kind.number, len(piece.heads)
 
 

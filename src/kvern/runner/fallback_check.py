@@ -151,7 +151,7 @@ class _Prompts:
         self._own = torch.stack([decoder.plain_logits(row.to(self._device)) for row in self._ids])
 
     def fault(self) -> str | None:
-        """What is wrong with the results over a cache, with the parts that kvern computes now; None: nothing."""
+        """Returns what is wrong with results over a cache, with the parts that kvern computes now; None: nothing."""
         try:
             found = self._deviation()
         except Exception as error:  # whatever a model raises that is not made for this

@@ -45,7 +45,7 @@ class RequestImages:
     first: int = 0
 
     def after(self, computed: int) -> "RequestImages | None":
-        """What is left once so many tokens are computed: images only until the last token of an image is."""
+        """Returns what is left once so many tokens are computed: images only until the last token of an image is."""
         if (self.numbers[computed:] >= 0).any():
             return self
         return None if self.positions is None else RequestImages(NOTHING, (), NOTHING, self.positions, self.first)

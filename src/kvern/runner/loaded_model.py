@@ -82,7 +82,7 @@ class Runner(Protocol):
 
     @property
     def draft_caches(self) -> Sequence[torch.Tensor]:
-        """Likewise of the layers of a draft model or head."""
+        """The caches of the layers of a draft model or head."""
 
     @property
     def states(self) -> "RowStates | None":

@@ -40,7 +40,7 @@ RING_BYTES = 2 << 30
 STAGE_BYTES, STAGES = 32 << 20, 2
 """Memory of a GPU to which threads of stores copy pages before these are unpacked, or one page if that is larger."""
 STEPS_STAGE_BYTES = 128 << 20
-"""The same for the thread that runs the steps: each fill costs it a launch and a call of the driver."""
+"""Such memory for the thread that runs the steps: each fill costs it a launch and a call of the driver."""
 CONTEXT_BYTES = 600 << 20
 """The bytes that a process takes of a card beside PyTorch: the CUDA context, kernels, workspaces of libraries."""
 

@@ -1,4 +1,4 @@
-"""What a mover of pages has to say and to do: the heads whose bytes it moves, and its methods.
+"""The protocol of movers of pages: the heads whose bytes they move, and their methods.
 
 `page_mover.py` and `device_page_mover.py` implement it, and a simulation, which moves nothing.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvern.device.pinned import Pinnable
 
 STATES, DRAFTS = -1, -2
-"""In the place of a block table: states of layers, and a draft model's cache over the blocks of the first."""
+"""Numbers in place of a block table's: states of layers, and a draft model's cache over the first's blocks."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HeadGroup:
 
     @cached_property
     def kind(self) -> bytes:
-        """What a piece of all heads is."""
+        """The kind of a piece of all heads."""
         return self.kinds[0] if len(self.kinds) == 1 else blake2b(b"".join(self.kinds), digest_size=32).digest()
 
     @property
@@ -54,7 +54,7 @@ class HeadGroup:
 
 
 class Place(Protocol):
-    """What a mover knows a piece by: `Piece.at`."""
+    """The place by which a mover knows a piece: `Piece.at`."""
 
     def __len__(self) -> int:
         """The bytes of the piece, with its header."""

@@ -33,7 +33,7 @@ def normalized(patches: Tensor, settings: ImageSettings) -> Tensor:
 
 
 def writable(data: bytes | memoryview) -> memoryview:
-    """The same bytes, copied only if they may not be written to, as PyTorch wants it: another rank has sent them."""
+    """Returns the bytes, copied only if they may not be written to, as PyTorch wants it: another rank has sent them."""
     found = memoryview(data)
     return memoryview(bytearray(found)) if found.readonly else found
 

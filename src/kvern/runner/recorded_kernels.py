@@ -64,7 +64,7 @@ REQUESTS = tuple(sorted({*range(1, 16), *(round(16 * 1.1**power) for power in ra
 ADAPTED_ROWS = 1, 16, 32, 64, 128, SPLIT_ROWS
 """Rows of steps with adapters, which are added by different kernels."""
 SUMS: Sequence[Sequence[Way]] = [["whole"] * len(TIMED_ROWS), ["parts"] * len(TIMED_ROWS)]
-"""How rows of each number are summed over ranks."""
+"""The way in which rows of each number are summed over ranks."""
 RUNS: Sequence[Sequence[tuple[int, int, int]]] = (
     ((0, 40, 1), (0, 3, 1)),
     ((0, 500, 1), (0, 500, 1)),
@@ -82,7 +82,7 @@ class UnconnectedRanks(Ranks):
 
     @classmethod
     def like(cls, ranks: Ranks) -> "UnconnectedRanks":
-        """The same rank of as many."""
+        """Returns the same rank of as many."""
         sharing = ranks.dp_attention
         return cls(
             ranks.rank, ranks.size, dp_attention=None if sharing is None else DPAttention(cls.like(sharing.ranks))

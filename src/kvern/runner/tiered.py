@@ -29,7 +29,7 @@ class TieredSteps:
         self._tier = tier
         self._agree = agree
         self._counts: dict[int, int] = {}
-        """How many leading pages of each load have arrived; NOT_ENDED while it is on its way.
+        """Returns how many leading pages of each load have arrived; NOT_ENDED while it is on its way.
 
         The loads and their order are the same on all ranks, since steps alone change them.
         """

@@ -35,7 +35,7 @@ SENDER = 0
 
 
 class ReceivingJob(msgspec.Struct, frozen=True):
-    """What is to be received into a new file, for a model in a folder, as `describe_model` knows it."""
+    """The tensors to be received into a new file, for a model in a folder, as `describe_model` knows it."""
 
     group: WeightGroup
     file: str

@@ -178,7 +178,7 @@ class Worker:
         return Stored(spec, methods, self._ranks.of_own_stage(), is_head)
 
     def _unquantized(self) -> LinearFormat:
-        """How plain weights are multiplied on a GPU, without memory."""
+        """Returns how plain weights are multiplied on a GPU, without memory."""
         from kvern.layers.tuned_linear import TunedLinear
 
         return TunedLinear(torch.device("meta"), self._config.linear_backend)

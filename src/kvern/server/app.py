@@ -53,7 +53,7 @@ BATCH_ROWS = 256
 OF_ONE_SERVER = ("admin:EnginesApi", "weights:WeightsApi", "profile:ProfileApi")
 """Handlers that know the engines of one server process alone, of several that share the requests."""
 STATES = ("model", "prefill_server", "ready", "reason")
-"""What every key may know of a prefill server; what it computed tells of other keys."""
+"""The facts that every key may know of a prefill server; what it computed tells of other keys."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

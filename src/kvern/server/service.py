@@ -338,7 +338,7 @@ class Service:
 
     @property
     def waits_for(self) -> list[str]:
-        """What has to come before everything works, for people."""
+        """Returns what has to come before everything works, for people."""
         return [said for one in self.engines for said in one.client.replicas.waits_for]
 
     @property

@@ -94,7 +94,7 @@ class PrefillServer:
 
     @property
     def waits_for(self) -> str:
-        """What has to come before it takes prompts, for people; empty: it does."""
+        """Returns what has to come before it takes prompts, for people; empty: it does."""
         if self.is_ready:
             return ""
         seconds = self._next_try - time.monotonic()

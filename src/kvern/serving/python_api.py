@@ -27,7 +27,7 @@ class PythonApi(ABC):
     """A model of a Python program: what it is, and how prompts and answers are read."""
 
     _namespace = b""
-    """That of all requests: others' cached blocks are not used."""
+    """The namespace of all requests: others' cached blocks are not used."""
 
     @property
     @abstractmethod

@@ -156,7 +156,7 @@ class Replicas:
 
     @property
     def waits_for(self) -> list[str]:
-        """What has to come before all engines and prefill servers work, for people; empty: they do, or rest."""
+        """Returns what has to come before all engines and prefill servers work, for people; empty: they do, or rest."""
         engines = [(f"engine {one.name}", one.supervisor.waits_for) for one in self._staying]
         servers = [(f"prefill server {one.name}", one.waits_for) for one in self._servers]
         return [] if self.resting else [f"{name}: {said}" for name, said in (*engines, *servers) if said]

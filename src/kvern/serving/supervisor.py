@@ -130,7 +130,7 @@ class Supervisor:
 
     @property
     def waits_for(self) -> str:
-        """What has to come before an engine takes requests, for people; empty: one does."""
+        """Returns what has to come before an engine takes requests, for people; empty: one does."""
         if self.is_ready:
             return ""
         seconds = self._next_launch - time.monotonic()

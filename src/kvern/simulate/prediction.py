@@ -1,4 +1,4 @@
-"""What an engine predicts its steps to take: the costs that it would measure at its start."""
+"""The times that an engine predicts for its steps: the costs that it would measure at its start."""
 
 from kvern.engine.step_load import StepLoad
 from kvern.engine.step_timing import DECODES, SIZES

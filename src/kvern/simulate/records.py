@@ -55,7 +55,7 @@ class RecordedStep(msgspec.Struct, frozen=True, array_like=True):
     joined: int
     decisions: int
     answers: list[Any] = []
-    """What a tier has answered since the step before ended, and where waits for it ended."""
+    """The answers of a tier since the step before ended, and where waits for it ended."""
     rests: list[float] = []
     report: list[tuple[int, int]] | None = None
     """The loads that had ended: (number, leading pages that came)."""

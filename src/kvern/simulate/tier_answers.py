@@ -1,4 +1,4 @@
-"""What a tier has answered while steps were recorded, in order: a replay hears the same, at the same places.
+"""The answers of a tier while steps were recorded, in order: a replay hears the same, at the same places.
 
 Its threads end when they do, so that nothing but their answers says what was known when something was decided.
 """

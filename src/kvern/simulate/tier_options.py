@@ -17,7 +17,7 @@ ASSUMED = {
     ("disk", True): (*LOCAL, "as an engine expects of a disk"),
     ("disk", False): (*LOCAL, "as an engine expects of a disk"),
 }
-"""By kind, and whether the KV cache is a GPU's: latency, bytes a second, and who says that."""
+"""The latency, bytes a second, and who says so, by kind, and by whether the KV cache is a GPU's."""
 
 
 def with_tier(sizes: EngineSizes, options: Sequence[str]) -> EngineSizes:

@@ -149,7 +149,7 @@ class DiskStore:
     def _all(
         self, work: Callable[[bytes, memoryview], bool], names: Sequence[bytes], places: Sequence[memoryview]
     ) -> list[bool]:
-        """What `work` says of each page, when no thread uses its place any more. Raises OSError for a broken disk."""
+        """Returns what `work` says of each page, when no thread uses its place. Raises OSError for a broken disk."""
         if len(names) == 1:
             return [work(names[0], places[0])]
         began = [self._pool.submit(work, *each) for each in zip(names, places, strict=True)]

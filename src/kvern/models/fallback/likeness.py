@@ -168,7 +168,7 @@ def _called(module: nn.Module, *given: Tensor) -> Tensor:
 
 
 def _result(module: nn.Module, given: Tensor) -> Tensor | None:
-    """What a module returns; None: it raises something, or returns no tensor."""
+    """Returns what a module returns; None: it raises something, or returns no tensor."""
     try:
         with torch.no_grad():
             found = module(given)
