@@ -258,6 +258,7 @@ def test_what_a_draft_model_launches_was_launched_at_start(
     monkeypatch.setattr(torch, "empty_like", zeroed(torch.empty_like))
     monkeypatch.setattr(kvern.runner.decode_graphs, "LEAST_KEYS", 64)
     options = OPTIONS | {"draft_model": str(tmp_path / "draft"), "draft_quantization": quantization}
+    options |= {"head_quantization": "none"}  # as on a GPU
     with recorded(monkeypatch) as launched:
         llm = on_device(tmp_path / "model", **options)
         core: Any = core_of(llm)
