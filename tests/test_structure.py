@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/kvern"
 FUNCTION, FILE = 60, 600
 """Lines."""
-SOURCE_LINES = 143_526
+SOURCE_LINES = 143_534
 """Lines of Python and C++ in src."""
 TABLES = {("training/facts.py", "town_facts")}
 """Functions that only list."""

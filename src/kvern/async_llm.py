@@ -213,7 +213,7 @@ class AsyncLLM(PythonApi):
         adapter: str | None,
         patient: bool = False,
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield as `stream` does; the last output may be one that failed. With `patient` nothing else is yielded."""
+        """Yield as `stream` does, seldom if `patient`; the last output may be one that failed."""
         news = _News()
         given: list[Generation] = []
 

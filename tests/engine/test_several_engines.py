@@ -166,6 +166,23 @@ def test_answers_end_within_steps(two: LLM) -> None:
     assert all(output.finished for output in outputs) and len(outputs[1].outputs[0].token_ids) == 200
 
 
+def test_who_leaves_next_ends_what_an_interrupted_abort_has_left(two: LLM) -> None:
+    engine, interrupted = engine_of(two), pytest.MonkeyPatch()
+
+    def interrupting(work: Any) -> None:
+        interrupted.undo()
+        work.close()  # it is cancelled before it has begun
+        raise KeyboardInterrupt
+
+    stream = two.stream([5], PARAMS.replace(max_tokens=400))
+    output = next(stream)
+    interrupted.setattr(engine._thread, "wait", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    two.generate([6], PARAMS.replace(max_tokens=1))
+    assert output.finished and not engine.has_work and not engine._outputs and not engine.client.replicas.unfinished
+
+
 def test_a_step_that_is_interrupted_loses_no_news(two: LLM) -> None:
     """The thread that makes steps may be interrupted, and another one goes on with its own answers."""
     engine = engine_of(two)

@@ -25,7 +25,10 @@ def choice_of(
     tokenizer: Tokenizer,
     told: "LogprobWriter | None" = None,
 ) -> dict[str, Any]:
-    """Returns a whole answer to a conversation or a text. `told` writes its log-probabilities, if it has begun."""
+    """Returns a whole answer to a conversation or a text, without log-probabilities where it echoes the prompt.
+
+    `told` writes its log-probabilities, if it has begun.
+    """
     choice: dict[str, Any] = {"index": completion.index}
     ended: str | None = completion.finish_reason
     if chat is None:
@@ -35,7 +38,7 @@ def choice_of(
         choice["message"] = assistant_message(message, options.include_reasoning, options.prefix, options.custom_tools)
         ended = finish_reason(completion, message)
     choice["logprobs"] = None
-    if options.logprobs is not None:
+    if options.logprobs is not None and not options.echo:
         told = told or imported("kvern.api.logprobs:LogprobWriter")(completion, options, tokenizer, chat is not None)
         choice["logprobs"] = told.whole()
     choice |= {"finish_reason": ended, "stop_reason": completion.stop_reason}
@@ -129,7 +132,7 @@ class CompletionWriter:
         """Puts the prompt before the answer, and the prompt's log-probabilities before the answer's."""
         prompt_only = self.options.prompt_only
         choice["text"] = self.prompt(output) + ("" if prompt_only else choice["text"])
-        if choice["logprobs"] is not None:
+        if self.options.logprobs is not None and answer.logprobs is not None:
             with_prompt = imported("kvern.api.logprobs:with_prompt")
             choice["logprobs"] = with_prompt(answer, output, self.options, self.tokenizer)
 

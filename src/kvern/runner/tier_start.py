@@ -152,8 +152,8 @@ def identity_of(config: EngineConfig, cache: TieredCache, sums: str) -> Identity
         "positions": hashlib.blake2b(repr(sorted(turns)).encode(), digest_size=8).hexdigest(),
         "format": f"{FORMAT_VERSION} {sums}",
     }
-    if config.pipeline_parallel_size > 1 and config.draft_model is not None:  # the last stage alone knows the draft
-        described["draft"] = f"{config.draft_model} {config.draft_quantization}"
+    if config.pipeline_parallel_size > 1:  # the last stage alone knows the draft
+        described["draft"] = f"{config.draft_model} {config.draft_format}"
     if config.deterministic:
         sizes = config.tensor_parallel_size, config.pipeline_parallel_size
         described["bits"] = repr((layout.device, sizes, sorted(plan.kernels), sorted(layout.attention.items())))

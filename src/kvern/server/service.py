@@ -474,7 +474,7 @@ class Service:
             yield messages
 
     async def start(self, ask: Ask, patient: bool = False) -> Running:
-        """Submits all prompts to the engine, or none. With `patient`, only the ends of answers count as changes.
+        """Submits all prompts to the engine, or none. `patient` as in `Generation`.
 
         Raises HttpError, InvalidRequest, InvalidParameter or EngineDied.
         """

@@ -328,7 +328,7 @@ class Replicas:
     ) -> Generation:
         """Check a prompt and hand it to an engine, waiting for one if all are being replaced.
 
-        With `patient`, `news` is set only at the end. `adapter` is the name of one that is loaded.
+        `patient` as in `Generation`; `adapter` is the name of one that is loaded.
 
         Raises InvalidRequest, InvalidParameter, ServerBusy or EngineDied.
         """

@@ -125,12 +125,12 @@ class SeveralEngines:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests; their outputs keep what they have."""
-        ended = {name: self._generations.pop(name) for name in request_ids if name in self._generations}
+        ended = {name: self._generations[name] for name in request_ids if name in self._generations}
         if ended:
             self._thread.wait(self._abort(list(ended.values())))
-        for name, generation in ended.items():
+        for name, generation in ended.items():  # an interruption before leaves them, to be ended again
             self._grown(name, generation)
-            del self._outputs[name]
+            del self._generations[name], self._outputs[name]
 
     @property
     def adapters(self) -> list[str]:

@@ -167,7 +167,12 @@ class SharedEngine:
     def _leave(self) -> None:
         try:
             while self._aborted and not self._closed:
-                self._engine.abort(self._aborted.popleft())
+                request_ids = self._aborted.popleft()
+                try:
+                    self._engine.abort(request_ids)
+                except KeyboardInterrupt:  # who leaves next ends them
+                    self._aborted.appendleft(request_ids)
+                    raise
         finally:
             with self._free:
                 self._holder = None
